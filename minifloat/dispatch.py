@@ -1,0 +1,486 @@
+"""The only place that chooses between kernel and reference, and that defines `torch.library` ops.
+
+Every function here is a front: eager calls the implementation directly; under `torch.compile`, or
+with any dispatch mode active (FakeTensor, selective checkpointing, flop counting), it calls an op of
+the `minifloat` library that takes the `Cast` as an opaque constant. Ops are atomic: what autograd
+saves across them is the quantized payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+from . import env, opaque, reference
+from .formats import Cast, Scale, rup
+from .layout import flatten, parts, transposed_shape
+
+__all__ = [
+    "amax",
+    "choose",
+    "dequantize",
+    "fake_quantize",
+    "quantize",
+    "quantize_scaled",
+    "swizzle",
+    "transpose",
+]
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def choose(cast: Cast | None, device: torch.device) -> tuple[str, str]:
+    """(backend, reason) that quantizes on `device`: "triton", "emulated" (the reference) or "cpu"."""
+    if device.type != "cuda":
+        return "cpu" if device.type == "cpu" else "emulated", "the reference runs on every device"
+    if env.reference_only():
+        return "emulated", "MINIFLOAT_REFERENCE=1 asks for the reference"
+    if not env.triton_available():
+        return "emulated", "triton is not installed; pip install triton for kernels"
+    if cast is not None and cast.format.element is None:
+        return "native", "a high-precision copy is a PyTorch cast"
+    from . import kernels
+
+    if cast is not None and not kernels.supports(cast):
+        return "emulated", "no kernel for these options; the reference runs on the GPU"
+    return "triton", "one kernel for row and column"
+
+
+def _kernels(x: Tensor, *casts: Cast | None) -> Any:
+    """The kernel package where it serves all of `casts` on x's device, else None."""
+    if not x.is_cuda or env.reference_only() or not env.triton_available():
+        return None
+    from . import kernels
+
+    served = all(c is None or (c.format.element and kernels.supports(c)) for c in casts)
+    return kernels if served else None
+
+
+def _traced() -> bool:
+    return opaque.AVAILABLE and (torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0)
+
+
+def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tensor") -> None:
+    """Raise for an input that no format can hold, before anything is written."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}; a torch.Tensor is needed")
+    if x.dtype not in INPUT_DTYPES:
+        allowed = ", ".join(str(d) for d in INPUT_DTYPES)
+        raise TypeError(f"{name}: got dtype {x.dtype}; allowed: {allowed}")
+    if row is None and col is None:
+        raise ValueError("usage: neither rowwise nor columnwise was asked for; ask for at least one")
+    for cast in (row, col):
+        if cast is not None and cast.tiled and x.dim() == 0:
+            raise ValueError(
+                f"{name}: got a 0-d tensor; {cast.format_name} scales blocks of a tensor with at "
+                "least one dim: reshape it to (1,)"
+            )
+
+
+def _2d(x: Tensor) -> Tensor:
+    """`x` as `[M, K]` with unit stride along K: a view wherever its strides allow one."""
+    if x.dim() != 2:
+        x = x.reshape(flatten(x.shape))
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def _dtyped(cast: Cast | None, x: Tensor) -> Cast | None:
+    """High precision without a dtype keeps the input's."""
+    if cast is None or cast.layout[0] is not None:
+        return cast
+    return cast.replace(dtype=x.dtype)  # type: ignore[no-any-return]
+
+
+def _empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+# --------------------------------------------------------------------------------------- quantize
+def quantize(
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    *,
+    row_amax: Tensor | None = None,
+    col_amax: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> list[Tensor]:
+    """The buffers `layout.parts(x.shape, row, col)` describes, from one read of `x`.
+
+    `row_amax` / `col_amax` are global amaxes known already (a tensor-wide format reads `row_amax`).
+    """
+    check_input(x, row, col)
+    row, col = _dtyped(row, x), _dtyped(col, x)
+    if _traced():
+        return _op("quantize")(x, row, col, row_amax, col_amax, seed)  # type: ignore[no-any-return]
+    return _quantize(x, row, col, row_amax, col_amax, seed)
+
+
+def _quantize(
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    seed: Tensor | None,
+) -> list[Tensor]:
+    described = parts(x.shape, row, col)
+    kernels = _kernels(x, row, col)
+    if kernels is None or not _same_scale(row, col):
+        return _quantize_reference(x, row, col, row_amax, col_amax, seed)
+    out = {p.name: _empty(x, p.shape, p.dtype) for p in described}
+    kernels.quantize(_2d(x), row, col, out, row_amax, col_amax, seed)
+    return list(out.values())
+
+
+def _same_scale(row: Cast | None, col: Cast | None) -> bool:
+    """Whether one kernel makes both copies: the same kind of scale, at the same block length."""
+    if row is None or col is None:
+        return True
+    a, b = row.format, col.format
+    return a.scale is b.scale and a.tile == b.tile and a.element is b.element
+
+
+def _quantize_reference(
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    seed: Tensor | None,
+) -> list[Tensor]:
+    x2 = x.reshape(flatten(x.shape))
+    made: dict[str, Tensor] = {}
+    for prefix, cast, amax_ in (("row_", row, row_amax), ("col_", col, col_amax)):
+        if cast is None:
+            continue
+        is_col = prefix == "col_"
+        if cast.format.shares_scale and amax_ is None:
+            amax_ = row_amax
+        data, scale, amax_out = reference.quantize(x2, cast, col=is_col, amax=amax_, seed=seed)
+        made[prefix + "data"] = data
+        if scale is not None:
+            made["scale" if cast.format.shares_scale else prefix + "scale"] = scale
+        if amax_out is not None:
+            # An op must not return what it was given.
+            made[prefix + "amax"] = amax_out.clone() if amax_out is amax_ else amax_out
+    return [made[p.name].reshape(p.shape) for p in parts(x.shape, row, col)]
+
+
+def _quantize_fake(
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
+    seed: Tensor | None,
+) -> list[Tensor]:
+    return [x.new_empty(p.shape, dtype=p.dtype) for p in parts(x.shape, row, col)]
+
+
+# ------------------------------------------------------------------------------------------- amax
+def amax(x: Tensor, row: Cast | None, col: Cast | None) -> list[Tensor]:
+    """The global amaxes `quantize` would compute, one per direction present (one if shared)."""
+    check_input(x, row, col)
+    if _traced():
+        return _op("amax")(x, row, col)  # type: ignore[no-any-return]
+    return _amax(x, row, col)
+
+
+def _directions(row: Cast | None, col: Cast | None) -> list[tuple[Cast, bool]]:
+    if row is not None and col is not None and row.format.shares_scale:
+        col = None
+    return [(c, is_col) for c, is_col in ((row, False), (col, True)) if c is not None]
+
+
+def _amax(x: Tensor, row: Cast | None, col: Cast | None) -> list[Tensor]:
+    kernels = _kernels(x, row, col)
+    x2 = _2d(x)
+    if kernels is None:
+        return [reference.amax(x2, c, col=is_col) for c, is_col in _directions(row, col)]
+    out = _amax_fake(x, row, col)
+    kernels.amax(x2, row, col, out)
+    return out
+
+
+def _amax_fake(x: Tensor, row: Cast | None, col: Cast | None) -> list[Tensor]:
+    m, k = flatten(x.shape)
+    return [
+        x.new_empty(((k if is_col else m) if c.row_scaled else 1,), dtype=torch.float32)
+        for c, is_col in _directions(row, col)
+    ]
+
+
+# -------------------------------------------------------------------------------- delayed scaling
+def quantize_scaled(
+    x: Tensor, scale: Tensor, amax: Tensor, cast: Cast, *, row: bool, col: bool
+) -> list[Tensor]:
+    """Cast with a given scale; `amax` becomes `max(amax, |x|)` in place.
+
+    Returns the row copy and the transposed copy, those asked for, then 1/scale.
+    """
+    check_input(x, cast if row else None, cast if col else None)
+    if not _traced():
+        return _quantize_scaled(x, scale, amax, cast, row, col)
+    # A pure op, and the update beside it: aten that Inductor fuses and functionalization understands.
+    *made, seen = _op("quantize_scaled")(x, scale, cast, row, col)
+    amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
+    return made
+
+
+def _quantize_scaled_op(x: Tensor, scale: Tensor, cast: Cast, row: bool, col: bool) -> list[Tensor]:
+    seen = torch.zeros(1, dtype=torch.float32, device=x.device)
+    return [*_quantize_scaled(x, scale, seen, cast, row, col), seen]
+
+
+def _quantize_scaled(
+    x: Tensor, scale: Tensor, amax: Tensor, cast: Cast, row: bool, col: bool
+) -> list[Tensor]:
+    kernels = _kernels(x, cast)
+    if kernels is not None:
+        out = {p.name: _empty(x, p.shape, p.dtype) for p in _scaled_parts(x, cast, row, col)}
+        kernels.quantize_scaled(_2d(x), scale, amax, cast, out)
+        return list(out.values())
+    data, scale_inv, seen = reference.quantize_scaled(x, scale.reshape(1), cast)
+    amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
+    made = [data] if row else []
+    if col:
+        made.append(_transpose_reference(data))
+    return [*made, scale_inv]
+
+
+def _scaled_parts(x: Tensor, cast: Cast, row: bool, col: bool) -> list[Any]:
+    return parts(x.shape, cast if row else None, cast if col else None)
+
+
+def _quantize_scaled_fake(
+    x: Tensor, scale: Tensor, cast: Cast, row: bool, col: bool
+) -> list[Tensor]:
+    made = [x.new_empty(p.shape, dtype=p.dtype) for p in _scaled_parts(x, cast, row, col)]
+    return [*made, x.new_empty(1, dtype=torch.float32)]
+
+
+# ------------------------------------------------------------------------------------- dequantize
+def dequantize(
+    data: Tensor,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    cast: Cast,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    col: bool = False,
+) -> Tensor:
+    """Stored buffers of one direction -> the tensor of `shape` and `dtype`."""
+    if cast.transforms:
+        raise ValueError(
+            "columnwise: a Hadamard-transformed copy holds transformed values and cannot be "
+            "dequantized; keep the rowwise copy"
+        )
+    if _traced():
+        return _op("dequantize")(data, scale, amax, cast, list(shape), dtype, col)  # type: ignore[no-any-return]
+    return _dequantize(data, scale, amax, cast, shape, dtype, col)
+
+
+def _dequantize(
+    data: Tensor,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    cast: Cast,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    col: bool,
+) -> Tensor:
+    m, k = flatten(shape)
+    element = cast.format.element
+    stored = (k, m) if col and cast.format.col_transposed else (m, k)
+    if element is not None and element.per_byte == 2:
+        stored = (stored[0], rup(stored[1], 2) // 2)
+    data2 = data.reshape(stored)
+    kernels = _kernels(data, cast)
+    if kernels is not None:
+        out = _empty(data, (m, k), dtype)
+        kernels.dequantize(data2.contiguous(), scale, amax, cast, out, col=col)
+    else:
+        out = reference.dequantize(data2, scale, amax, cast, (m, k), dtype, col=col)
+    return out.reshape(shape).contiguous()
+
+
+def _dequantize_fake(
+    data: Tensor,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    cast: Cast,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    col: bool,
+) -> Tensor:
+    return data.new_empty(shape, dtype=dtype)
+
+
+# -------------------------------------------------------------------------- transpose and swizzle
+def transpose(data: Tensor) -> Tensor:
+    """uint8 `(*leading, K)` -> a contiguous `(K, *leading)`."""
+    if _traced():
+        return _op("transpose")(data)  # type: ignore[no-any-return]
+    return _transpose(data)
+
+
+def _transpose(data: Tensor) -> Tensor:
+    if not data.is_cuda or env.reference_only() or not env.triton_available():
+        return _transpose_reference(data)
+    from . import kernels
+
+    out = _empty(data, transposed_shape(data.shape), data.dtype)
+    kernels.transpose(_2d(data).contiguous(), out)
+    return out
+
+
+def _transpose_reference(data: Tensor) -> Tensor:
+    m, k = flatten(data.shape)
+    out = data.reshape(m, k).t().reshape(transposed_shape(data.shape))
+    # A 1-wide transpose is a view; an op must return memory of its own.
+    return out.clone(memory_format=torch.contiguous_format)
+
+
+def _transpose_fake(data: Tensor) -> Tensor:
+    return data.new_empty(transposed_shape(data.shape))
+
+
+def swizzle(scale: Tensor) -> Tensor:
+    """Contraction-last scale bytes `[R, C]` -> the padded 128x4-tiled layout GEMMs read."""
+    if _traced():
+        return _op("swizzle")(scale)  # type: ignore[no-any-return]
+    return _swizzle(scale)
+
+
+def _swizzle(scale: Tensor) -> Tensor:
+    if not scale.is_cuda or env.reference_only() or not env.triton_available():
+        return reference.swizzle(scale).clone(memory_format=torch.contiguous_format)
+    from . import kernels
+
+    out = _swizzle_fake(scale)
+    kernels.swizzle(scale.contiguous(), out)
+    return out
+
+
+def _swizzle_fake(scale: Tensor) -> Tensor:
+    return scale.new_empty(rup(scale.shape[0], 128), rup(scale.shape[1], 4))
+
+
+# ------------------------------------------------------------------------------------- fake quant
+def fake_quantize(
+    x: Tensor, row: Cast | None, col: Cast | None, *, keep_col: bool, seed: Tensor | None = None
+) -> list[Tensor]:
+    """bf16 operands of an emulated format, from one read: `[row, col, col_data, col_scale, amaxes]`.
+
+    `col` is in the source's orientation; the packed column copy comes with `keep_col`. The amaxes of
+    a two-level format, one per direction, come last. Absent parts are left out.
+    """
+    check_input(x, row, col)
+    if _traced():
+        return _op("fake_quantize")(x, row, col, keep_col, seed)  # type: ignore[no-any-return]
+    return _fake_quantize(x, row, col, keep_col, seed)
+
+
+def _fake_quantize(
+    x: Tensor, row: Cast | None, col: Cast | None, keep_col: bool, seed: Tensor | None
+) -> list[Tensor]:
+    x2 = _2d(x)
+    out = _fake_buffers(x, row, col, keep_col)
+    two_level = any(c is not None and c.format.two_level for c in (row, col))
+    if two_level:
+        for name, value in zip([n for n in out if n.endswith("amax")], _amax(x, row, col), strict=True):
+            out[name] = value
+    kernels = _kernels(x, row, col) if _same_scale(row, col) else None
+    if kernels is not None:
+        kernels.fake_quantize(x2, row, col, out, seed)
+        return list(out.values())
+    for prefix, cast in (("row", row), ("col", col)):
+        if cast is None:
+            continue
+        is_col, known = prefix == "col", out.get(f"{prefix}_amax")
+        out[prefix] = reference.fake_quantize(x2, cast, col=is_col, amax=known, seed=seed)
+        if is_col and keep_col:
+            data, scale, _ = reference.quantize(x2, cast, col=True, amax=known, seed=seed)
+            assert scale is not None
+            out["col_data"], out["col_scale"] = data, scale
+    return list(out.values())
+
+
+def _fake_buffers(
+    x: Tensor, row: Cast | None, col: Cast | None, keep_col: bool
+) -> dict[str, Tensor]:
+    m, k = flatten(x.shape)
+    out: dict[str, Tensor] = {}
+    if row is not None:
+        out["row"] = x.new_empty((m, row.format.columns(k, row.transforms)), dtype=torch.bfloat16)
+    if col is not None:
+        out["col"] = x.new_empty((col.format.columns(m, col.transforms), k), dtype=torch.bfloat16)
+        if keep_col:
+            for p in parts((m, k), None, col):
+                if p.name != "col_amax":
+                    out[p.name] = x.new_empty(p.shape, dtype=p.dtype)
+    for p in parts((m, k), row, col):
+        if p.name.endswith("amax"):
+            out[p.name] = x.new_empty(p.shape, dtype=p.dtype)
+    return out
+
+
+def _fake_quantize_fake(
+    x: Tensor, row: Cast | None, col: Cast | None, keep_col: bool, seed: Tensor | None
+) -> list[Tensor]:
+    return list(_fake_buffers(x, row, col, keep_col).values())
+
+
+# -------------------------------------------------------------------------------------------- ops
+_CAST = f"{Cast.__module__}.{Cast.__qualname__}"
+_OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    (
+        f"quantize(Tensor x, {_CAST}? row, {_CAST}? col, Tensor? row_amax, Tensor? col_amax, "
+        "Tensor? seed) -> Tensor[]",
+        _quantize,
+        _quantize_fake,
+    ),
+    (f"amax(Tensor x, {_CAST}? row, {_CAST}? col) -> Tensor[]", _amax, _amax_fake),
+    (
+        f"quantize_scaled(Tensor x, Tensor scale, {_CAST} cast, bool row, bool col) -> Tensor[]",
+        _quantize_scaled_op,
+        _quantize_scaled_fake,
+    ),
+    (
+        f"dequantize(Tensor data, Tensor? scale, Tensor? amax, {_CAST} cast, SymInt[] shape, "
+        "ScalarType dtype, bool col) -> Tensor",
+        _dequantize,
+        _dequantize_fake,
+    ),
+    ("transpose(Tensor data) -> Tensor", _transpose, _transpose_fake),
+    ("swizzle(Tensor scale) -> Tensor", _swizzle, _swizzle_fake),
+    (
+        f"fake_quantize(Tensor x, {_CAST}? row, {_CAST}? col, bool keep_col, Tensor? seed) -> Tensor[]",
+        _fake_quantize,
+        _fake_quantize_fake,
+    ),
+)
+
+_LIBRARY = torch.library.Library("minifloat", "FRAGMENT")
+
+
+def _define() -> None:
+    for schema, implementation, fake in _OPS:
+        name = schema.split("(", 1)[0]
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.minifloat, name).default
+
+
+if opaque.AVAILABLE:  # an op schema can only name a registered class
+    _define()

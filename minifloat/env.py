@@ -1,0 +1,57 @@
+"""The only reader of the environment and of device capability.
+
+Nothing is read at import. Answers are cached: a process does not change its hardware.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+
+__all__ = ["capability", "device_name", "reference_only", "triton_available", "triton_version"]
+
+
+@cache
+def reference_only() -> bool:
+    """MINIFLOAT_REFERENCE=1 runs the reference everywhere, kernels nowhere: for debugging."""
+    return os.environ.get("MINIFLOAT_REFERENCE", "0") not in ("", "0")
+
+
+@cache
+def triton_available() -> bool:
+    """Whether triton is installed; it is not imported to find out."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def triton_version() -> str | None:
+    """The installed triton's version, without importing it."""
+    if not triton_available():
+        return None
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@cache
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def capability(device: torch.device | str) -> int | None:
+    """Compute capability of a CUDA device as `10 * major + minor`; None for any other device."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def device_name(device: torch.device | str) -> str:
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,401 @@
+"""`Quantizer`: what turns a tensor into a quantized one.
+
+A quantizer with value semantics is its class and the fields `_value_fields()` names: equal by
+content, hashable, printed into FX graphs. A graph never sees a later change of a constant, so
+tracing (or printing) a quantizer freezes it: setting a field then raises and names `copy()`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import dispatch, straight_through
+from ..dtypes import DType
+from ..dynamo.quantizer_opaque import _rebuild_quantizer, fx_repr
+from ..formats import Cast
+from ..layout import part_names, parts
+
+__all__ = ["Quantizer", "UsageError", "adopt"]
+
+
+def adopt(quantizer: Any) -> Any:
+    """The quantizer for a tensor to keep: itself once it cannot change, else a copy."""
+    return quantizer if quantizer is None or quantizer._frozen else quantizer.copy()
+
+
+class UsageError(ValueError, RuntimeError):
+    """A copy (rowwise or columnwise) was asked for that is not there and cannot be made."""
+
+
+class Quantizer(abc.ABC):
+    """Base of all quantizers. A subclass says in `_casts` what each direction does.
+
+    `rowwise_usage` / `columnwise_usage` choose the copies; `internal` returns a bare storage instead
+    of a `torch.Tensor`; `optimize_for_gemm` allows layouts that only a GEMM can read.
+    """
+
+    rowwise_usage: bool
+    columnwise_usage: bool
+    internal: bool
+    optimize_for_gemm: bool
+
+    _is_quantizer_class: ClassVar[bool] = True
+    _value_field_names: ClassVar[tuple[str, ...] | None] = None
+    # The classes of the results; the module that defines them binds them here.
+    _storage_class: ClassVar[Any] = None
+    _tensor_class: ClassVar[Any] = None
+    _frozen = False
+
+    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    # ------------------------------------------------------------------------------ identity
+    def _value_fields(self) -> tuple[str, ...] | None:
+        """Names of the fields that are this quantizer's value; None: it equals only itself."""
+        return vars(type(self)).get("_value_field_names")
+
+    def _is_value(self) -> bool:
+        return self._value_fields() is not None
+
+    def _value_key(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        """The value: (class name, ((field, value), ...)), enums as integers."""
+        fields = self._value_fields()
+        if fields is None:
+            raise TypeError(f"{type(self).__name__} has no value: it equals only itself")
+        self._refuse_process_groups()
+        return type(self).__qualname__, tuple((f, _plain(getattr(self, f))) for f in fields)
+
+    def _refuse_process_groups(self) -> None:
+        distributed = torch.distributed
+        if not distributed.is_available():
+            return
+        for name, value in vars(self).items():
+            if isinstance(value, distributed.ProcessGroup):
+                raise TypeError(
+                    f"{type(self).__name__}.{name} holds a live ProcessGroup, which no graph and no "
+                    "cache can keep: pass the group beside the quantizer, or set it to None"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(self) is not type(other) or not self._is_value():
+            return False
+        return self._value_key() == other._value_key()  # type: ignore[attr-defined,no-any-return]
+
+    def __hash__(self) -> int:
+        return hash(self._value_key()) if self._is_value() else object.__hash__(self)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        printed = fx_repr(self)
+        self._freeze()
+        return printed
+
+    def _freeze(self) -> None:
+        self.__dict__["_frozen"] = True
+
+    @property
+    def _traced(self) -> bool:
+        """Read by PyTorch when it starts to trace this object: from here on it is a constant."""
+        if self._is_value():
+            self._freeze()
+        return True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._frozen and name in (self._value_fields() or ()):
+            raise RuntimeError(
+                f"{type(self).__name__}.{name} cannot change: a graph holds this quantizer as a "
+                "constant and would not see it. Change a copy: q = q.copy()"
+            )
+        object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and deepcopy: the fields, never a process group; the result is not frozen."""
+        return _rebuild_quantizer, (type(self), tuple(self._state().items()))
+
+    def _state(self) -> dict[str, Any]:
+        dropped = ("_frozen", "amax_reduction_group")
+        return {k: v for k, v in vars(self).items() if k not in dropped}
+
+    def _rebuild_derived_state(self) -> None:
+        """Called on an object that was made from its fields alone."""
+        if isinstance(getattr(self, "dtype", None), int):
+            self.__dict__["dtype"] = DType(self.dtype)  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        fields = self._value_fields() or tuple(self._state())
+        return f"{type(self).__name__}({', '.join(f'{f}={getattr(self, f)!r}' for f in fields)})"
+
+    # --------------------------------------------------------------------------------- usage
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Choose the copies the next result has; a frozen quantizer raises and names `copy()`."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def copy(self) -> Any:
+        """A quantizer of the same fields that may be changed; live state and groups are shared."""
+        other = object.__new__(type(self))
+        other.__dict__.update(vars(self))
+        other.__dict__.pop("_frozen", None)
+        return other
+
+    # ------------------------------------------------------------------------------ quantize
+    def _casts(self) -> tuple[Cast | None, Cast | None]:
+        """(row, column) casts of the copies in use."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it casts to (_casts)")
+
+    def quantize(
+        self,
+        tensor: Tensor,
+        *,
+        out: Any = None,
+        dtype: torch.dtype | None = None,
+        seed: Tensor | None = None,
+    ) -> Any:
+        """`tensor` quantized, into `out` if given; differentiable, the gradient passing unchanged.
+
+        `dtype` is the nominal dtype of the result (default: the input's). `seed`, an int64 tensor
+        `[seed, offset]`, fixes stochastic rounding; by default it is drawn from PyTorch's generator.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out, seed=seed)
+        if not self.internal and torch.is_grad_enabled() and tensor.requires_grad:
+            return straight_through.quantize(tensor, self, dtype, seed)
+        return self.quantize_impl(tensor, dtype=dtype, seed=seed)
+
+    def __call__(self, tensor: Tensor, **kwargs: Any) -> Any:
+        return self.quantize(tensor, **kwargs)
+
+    def quantize_impl(
+        self, tensor: Tensor, *, dtype: torch.dtype | None = None, seed: Tensor | None = None
+    ) -> Any:
+        """The work of `quantize`, outside autograd."""
+        buffers = self._quantize_buffers(tensor, seed)
+        return self._assemble(tensor.shape, tensor.dtype if dtype is None else dtype, buffers)
+
+    def _quantize_buffers(
+        self, tensor: Tensor, seed: Tensor | None = None, group: Any = None
+    ) -> dict[str, Tensor]:
+        """Inner tensors of the result, by attribute; amaxes are reduced over `group`."""
+        row, col = self._casts()
+        if seed is None and ((row and row.stochastic) or (col and col.stochastic)):
+            seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensor.device)
+        group = self._reduction_group() if group is None else group
+        row_amax = col_amax = None
+        if group is not None:
+            amaxes = dispatch.amax(tensor, row, col)
+            for a in amaxes:
+                torch.distributed.all_reduce(a, torch.distributed.ReduceOp.MAX, group=group)
+            row_amax, col_amax = (amaxes[0] if row or len(amaxes) == 1 else None), amaxes[-1]
+        made = dispatch.quantize(tensor, row, col, row_amax=row_amax, col_amax=col_amax, seed=seed)
+        by_part = dict(zip(self._part_names(), made, strict=True))
+        if self.optimize_for_gemm:
+            self._swizzle(by_part)
+        return {attr: by_part[part] for attr, part in self._part_order() if part in by_part}
+
+    def _part_names(self) -> tuple[str, ...]:
+        """Names of what `dispatch.quantize` returns for the copies in use."""
+        return part_names(*self._casts())
+
+    def _swizzle(self, by_part: dict[str, Tensor]) -> None:
+        """Put the scales into the layout GEMMs read, where the format has one."""
+        row, col = self._swizzles()
+        if row:
+            by_part["row_scale"] = dispatch.swizzle(by_part["row_scale"])
+        if col:
+            scale = by_part["col_scale"]
+            oriented = scale if col == "transposed" else scale.t()
+            by_part["col_scale"] = dispatch.swizzle(oriented).reshape(scale.shape)
+
+    def _swizzles(self) -> tuple[str, str]:
+        """How each copy's scale is stored if GEMMs read it swizzled: "transposed" or "source"."""
+        row, col = self._casts()
+        return (
+            "transposed" if row is not None and row.format.swizzles else "",
+            ""
+            if col is None or not col.format.swizzles
+            else ("transposed" if col.format.col_transposed else "source"),
+        )
+
+    def _part_order(self) -> tuple[tuple[str, str], ...]:
+        """(attribute, part of `layout.parts`) of the storage's inner tensors, in its order."""
+        return self._storage_class._PARTS  # type: ignore[no-any-return]
+
+    def _kwarg_order(self) -> tuple[tuple[str, str], ...]:
+        """(attribute, constructor argument) of the storage's inner tensors, in its order."""
+        return self._storage_class._INNER_TENSORS  # type: ignore[no-any-return]
+
+    def _reduction_group(self) -> Any:
+        """The group over which amaxes are reduced, or None."""
+        if not getattr(self, "with_amax_reduction", False):
+            return None
+        group = getattr(self, "amax_reduction_group", None)
+        if group is None and torch.distributed.is_initialized():
+            return torch.distributed.group.WORLD
+        return group
+
+    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
+        return [self.quantize(t) for t in tensors]
+
+    def update_quantized(
+        self,
+        src: Tensor,
+        dst: Any,
+        *,
+        noop_flag: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> Any:
+        """Quantize `src` into the buffers of `dst`; nothing happens where `noop_flag` is 1.0.
+
+        The copies `dst` has are the copies that are written.
+        """
+        storage_class, tensor_class = self._storage_class, self._tensor_class
+        if not isinstance(dst, storage_class):
+            raise ValueError(
+                f"dst: got {type(dst).__name__}; {type(self).__name__} updates "
+                f"{storage_class.__name__} or {tensor_class.__name__}"
+            )
+        if tuple(src.shape) != tuple(dst.shape):
+            raise ValueError(
+                f"src: got shape {tuple(src.shape)}; dst has {tuple(dst.shape)}: they must agree"
+            )
+        if src.device != dst.device:
+            src = src.to(dst.device)
+        quantizer = self._for_tensor(dst)
+        made = quantizer._quantize_buffers(src, seed, getattr(dst, "amax_reduction_group", None))
+        dst._write_buffers(made, noop_flag)
+        return dst
+
+    def _for_tensor(self, tensor: Any) -> Any:
+        """This quantizer with the usages that `tensor` has."""
+        usages = tensor.get_usages()
+        if usages == self.get_usages():
+            return self
+        quantizer = self.copy()
+        quantizer.set_usage(**usages)
+        return quantizer
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Record statistics of `tensor`; only delayed scaling has any."""
+
+    # -------------------------------------------------------------------- description, allocation
+
+    def inner_tensor_specs(self, shape: Sequence[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Ordered {attribute: (shape, dtype)} of the inner tensors of a result."""
+        made = {p.name: (p.shape, p.dtype) for p in parts(tuple(shape), *self._casts())}
+        return {attr: made[part] for attr, part in self._part_order() if part in made}
+
+    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
+        """{"cls", "nontensor_kwargs"}: the storage class and its arguments that are not tensors."""
+        return {
+            "cls": self._storage_class,
+            "nontensor_kwargs": {
+                **self._plain_kwargs(),
+                "quantizer": adopt(self),
+                "fake_dtype": fake_dtype,
+            },
+        }
+
+    def _plain_kwargs(self) -> dict[str, Any]:
+        """Constructor arguments of the storage that are neither tensors nor common to all."""
+        return {}
+
+    def alloc_tensors(
+        self, shape: Sequence[int], *, device: torch.device | str | None = None
+    ) -> list[Tensor]:
+        """Uninitialised inner tensors, in the order of `inner_tensor_specs`."""
+        device = _default_device(device)
+        return [
+            torch.empty(s, dtype=d, device=device)
+            for s, d in self.inner_tensor_specs(shape).values()
+        ]
+
+    def create_metadata(
+        self, shape: Sequence[int], *, dtype: torch.dtype, requires_grad: bool = False
+    ) -> dict[str, Any]:
+        """What rebuilds a result from its inner tensors, as `__tensor_flatten__` gives it."""
+        meta = self.storage_metadata(dtype)
+        return {
+            "cls": self._storage_class if self.internal else self._tensor_class,
+            "is_tensor": not self.internal,
+            "requires_grad": requires_grad,
+            "nontensor_kwargs": meta["nontensor_kwargs"],
+        }
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """An uninitialised result that honours the usages."""
+        inner = self.alloc_tensors(shape, device=device)
+        if pin_memory:
+            inner = [t.pin_memory() for t in inner]
+        names = self.inner_tensor_specs(shape)
+        return self._assemble(
+            tuple(shape), dtype, dict(zip(names, inner, strict=True)), requires_grad=requires_grad
+        )
+
+    def _assemble(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        buffers: dict[str, Tensor],
+        requires_grad: bool = False,
+    ) -> Any:
+        """The result made of these inner tensors (by attribute)."""
+        storage_class, tensor_class = self._storage_class, self._tensor_class
+        kwargs = {kwarg: buffers.get(attr) for attr, kwarg in self._kwarg_order()}
+        kwargs.update(self._plain_kwargs())
+        if self.internal:
+            return storage_class(**kwargs, quantizer=self, fake_dtype=dtype, shape=tuple(shape))
+        return tensor_class(
+            tuple(shape), dtype, requires_grad=requires_grad, quantizer=self, **kwargs
+        )
+
+    # ------------------------------------------------------------------------------- answers
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Whether a gather moves the rowwise copy only and derives the other."""
+        return False
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing a dequantized result again changes nothing that matters."""
+        return False
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        """Whether the format holds `inp`: any floating tensor, of any shape with at least one dim."""
+        return inp.dtype in dispatch.INPUT_DTYPES and inp.dim() > 0
+
+    def _get_compatible_recipe(self) -> Any:
+        """The recipe class this quantizer belongs to, None until recipes exist."""
+        return None
+
+
+def _plain(value: object) -> object:
+    """Dtypes as their numbers: a key prints and compares without torch in scope."""
+    if isinstance(value, torch.dtype):
+        return int(DType.cast(value))
+    return int(value) if isinstance(value, DType) else value
+
+
+def _default_device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,41 @@
+"""Quantize and dequantize as identities to autograd: the gradient passes unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["dequantize", "quantize"]
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Any, dtype: torch.dtype | None, seed: Any) -> Any:
+        return quantizer.quantize_impl(x, dtype=dtype, seed=seed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None, None]:
+        return grads[0], None, None, None
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Any, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = t.dtype
+        return t._dequantize(dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
+
+
+def quantize(x: Tensor, quantizer: Any, dtype: torch.dtype | None, seed: Tensor | None) -> Any:
+    """`quantizer.quantize_impl(x)`, differentiable."""
+    return _Quantize.apply(x, quantizer, dtype, seed)
+
+
+def dequantize(t: Any, dtype: torch.dtype) -> Tensor:
+    """`t._dequantize(dtype)`, differentiable."""
+    return _Dequantize.apply(t, dtype)  # type: ignore[no-any-return]
