@@ -1,0 +1,58 @@
+"""`import minifloat` is light: no Triton, no CUDA, next to no time on top of `import torch`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+MAX_SECONDS = 0.3
+
+REPORT = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import minifloat
+seconds = time.perf_counter() - start
+print(json.dumps({
+    "seconds": seconds,
+    "triton": [m for m in sys.modules if m.partition(".")[0] == "triton" and m not in before],
+    "cuda": torch.cuda.is_initialized(),
+    "version": minifloat.__version__,
+}))
+"""
+
+NO_TRITON = """
+import sys
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, NoTriton())
+"""
+
+
+def run(code: str) -> Any:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_import_is_light() -> None:
+    reports = [run(REPORT) for _ in range(3)]
+    for report in reports:
+        assert report["triton"] == []
+        assert report["cuda"] is False
+    assert statistics.median(report["seconds"] for report in reports) < MAX_SECONDS
+
+
+def test_import_without_triton() -> None:
+    assert run(NO_TRITON + REPORT)["triton"] == []
+
+
+def test_the_block_blocks() -> None:
+    code = NO_TRITON + "try:\n    import triton.language\nexcept ImportError as e:\n    print('1')"
+    assert run(code) == 1
