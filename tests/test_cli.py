@@ -1,0 +1,32 @@
+"""`python -m minifloat` runs with no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from minifloat.cli import main
+
+
+def test_doctor_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "minifloat", "doctor", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "MXFP8BlockScaling" in done.stdout
+
+
+def test_doctor_takes_a_device(capsys):
+    assert main(["doctor", "--device", "cpu"]) == 0
+    assert "device   cpu" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fly"])
+    assert stop.value.code == 2
+    assert "doctor" in capsys.readouterr().err
