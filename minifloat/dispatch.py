@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from . import env, opaque, reference
 from .formats import Cast, Scale, rup
-from .layout import flatten, parts, transposed_shape
+from .layout import flatten, parts, shares_scale, transposed_shape
 
 __all__ = [
     "amax",
@@ -43,21 +43,24 @@ def choose(cast: Cast | None, device: torch.device) -> tuple[str, str]:
         return "emulated", "triton is not installed; pip install triton for kernels"
     if cast is not None and cast.format.element is None:
         return "native", "a high-precision copy is a PyTorch cast"
-    from . import kernels
+    from .kernels import entry as kernels
 
     if cast is not None and not kernels.supports(cast):
         return "emulated", "no kernel for these options; the reference runs on the GPU"
     return "triton", "one kernel for row and column"
 
 
-def _kernels(x: Tensor, *casts: Cast | None) -> Any:
-    """The kernel package where it serves all of `casts` on x's device, else None."""
+def _kernels(x: Tensor, row: Cast | None, col: Cast | None = None) -> Any:
+    """The kernel package where it serves both casts on x's device in one go, else None."""
     if not x.is_cuda or env.reference_only() or not env.triton_available():
         return None
-    from . import kernels
+    from .kernels import entry
 
-    served = all(c is None or (c.format.element and kernels.supports(c)) for c in casts)
-    return kernels if served else None
+    served = all(c is None or entry.supports(c) for c in (row, col))
+    # Kernels make both copies with one kind of scale, and transform columns alone.
+    if not served or not _same_scale(row, col) or (row is not None and row.transforms):
+        return None
+    return entry
 
 
 def _traced() -> bool:
@@ -71,14 +74,33 @@ def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tens
     if x.dtype not in INPUT_DTYPES:
         allowed = ", ".join(str(d) for d in INPUT_DTYPES)
         raise TypeError(f"{name}: got dtype {x.dtype}; allowed: {allowed}")
-    if row is None and col is None:
-        raise ValueError("usage: neither rowwise nor columnwise was asked for; ask for at least one")
+    check_usage(row is not None, col is not None)
+    if row is not None and col is not None and row != col:
+        if shares_scale(row) and shares_scale(col):
+            raise ValueError(
+                f"row, col: got {row!r} and {col!r}; copies with one scale must be cast alike"
+            )
     for cast in (row, col):
         if cast is not None and cast.tiled and x.dim() == 0:
             raise ValueError(
                 f"{name}: got a 0-d tensor; {cast.format_name} scales blocks of a tensor with at "
                 "least one dim: reshape it to (1,)"
             )
+
+
+def check_usage(row: bool, col: bool) -> None:
+    """Raise where no copy is asked for."""
+    if not (row or col):
+        raise ValueError("usage: neither rowwise nor columnwise was asked for; ask for at least one")
+
+
+def check_seed(seed: Tensor | None) -> None:
+    """Raise for what is no `[seed, offset]`."""
+    if seed is None:
+        return
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
+        given = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
+        raise ValueError(f"seed: got {given}; an int64 tensor [seed, offset] is needed")
 
 
 def _2d(x: Tensor) -> Tensor:
@@ -99,6 +121,21 @@ def _empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
+def _compact(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """`t` as `shape` with the strides of fresh memory, which the fake promised.
+
+    A cast keeps those of a strided input, and a dim of 0 or 1 leaves them free.
+    """
+    t = t.reshape(shape)
+    step, fresh = 1, []
+    for d in reversed(shape):
+        fresh.append(step)
+        step *= max(d, 1)
+    if t.stride() == tuple(reversed(fresh)):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 # --------------------------------------------------------------------------------------- quantize
 def quantize(
     x: Tensor,
@@ -114,6 +151,7 @@ def quantize(
     `row_amax` / `col_amax` are global amaxes known already (a tensor-wide format reads `row_amax`).
     """
     check_input(x, row, col)
+    check_seed(seed)
     row, col = _dtyped(row, x), _dtyped(col, x)
     if _traced():
         return _op("quantize")(x, row, col, row_amax, col_amax, seed)  # type: ignore[no-any-return]
@@ -130,7 +168,7 @@ def _quantize(
 ) -> list[Tensor]:
     described = parts(x.shape, row, col)
     kernels = _kernels(x, row, col)
-    if kernels is None or not _same_scale(row, col):
+    if kernels is None:
         return _quantize_reference(x, row, col, row_amax, col_amax, seed)
     out = {p.name: _empty(x, p.shape, p.dtype) for p in described}
     kernels.quantize(_2d(x), row, col, out, row_amax, col_amax, seed)
@@ -168,7 +206,7 @@ def _quantize_reference(
         if amax_out is not None:
             # An op must not return what it was given.
             made[prefix + "amax"] = amax_out.clone() if amax_out is amax_ else amax_out
-    return [made[p.name].reshape(p.shape) for p in parts(x.shape, row, col)]
+    return [_compact(made[p.name], p.shape) for p in parts(x.shape, row, col)]
 
 
 def _quantize_fake(
@@ -192,7 +230,7 @@ def amax(x: Tensor, row: Cast | None, col: Cast | None) -> list[Tensor]:
 
 
 def _directions(row: Cast | None, col: Cast | None) -> list[tuple[Cast, bool]]:
-    if row is not None and col is not None and row.format.shares_scale:
+    if row is not None and col is not None and row.format.shares_scale and col.format.shares_scale:
         col = None
     return [(c, is_col) for c, is_col in ((row, False), (col, True)) if c is not None]
 
@@ -246,6 +284,7 @@ def _quantize_scaled(
         kernels.quantize_scaled(_2d(x), scale, amax, cast, out)
         return list(out.values())
     data, scale_inv, seen = reference.quantize_scaled(x, scale.reshape(1), cast)
+    data = _compact(data, x.shape)
     amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
     made = [data] if row else []
     if col:
@@ -307,7 +346,7 @@ def _dequantize(
         kernels.dequantize(data2.contiguous(), scale, amax, cast, out, col=col)
     else:
         out = reference.dequantize(data2, scale, amax, cast, (m, k), dtype, col=col)
-    return out.reshape(shape).contiguous()
+    return _compact(out, shape)
 
 
 def _dequantize_fake(
@@ -333,7 +372,7 @@ def transpose(data: Tensor) -> Tensor:
 def _transpose(data: Tensor) -> Tensor:
     if not data.is_cuda or env.reference_only() or not env.triton_available():
         return _transpose_reference(data)
-    from . import kernels
+    from .kernels import entry as kernels
 
     out = _empty(data, transposed_shape(data.shape), data.dtype)
     kernels.transpose(_2d(data).contiguous(), out)
@@ -361,7 +400,7 @@ def swizzle(scale: Tensor) -> Tensor:
 def _swizzle(scale: Tensor) -> Tensor:
     if not scale.is_cuda or env.reference_only() or not env.triton_available():
         return reference.swizzle(scale).clone(memory_format=torch.contiguous_format)
-    from . import kernels
+    from .kernels import entry as kernels
 
     out = _swizzle_fake(scale)
     kernels.swizzle(scale.contiguous(), out)
@@ -382,6 +421,9 @@ def fake_quantize(
     a two-level format, one per direction, come last. Absent parts are left out.
     """
     check_input(x, row, col)
+    check_seed(seed)
+    if any(c is not None and c.layout[0] is not torch.uint8 for c in (row, col)):
+        raise ValueError("row, col: high precision has no codes to emulate; cast x instead")
     if _traced():
         return _op("fake_quantize")(x, row, col, keep_col, seed)  # type: ignore[no-any-return]
     return _fake_quantize(x, row, col, keep_col, seed)
@@ -392,11 +434,11 @@ def _fake_quantize(
 ) -> list[Tensor]:
     x2 = _2d(x)
     out = _fake_buffers(x, row, col, keep_col)
-    two_level = any(c is not None and c.format.two_level for c in (row, col))
-    if two_level:
-        for name, value in zip([n for n in out if n.endswith("amax")], _amax(x, row, col), strict=True):
-            out[name] = value
-    kernels = _kernels(x, row, col) if _same_scale(row, col) else None
+    names = [n for n in out if n.endswith("amax")]
+    if names:
+        two_level = [c if c is not None and c.format.two_level else None for c in (row, col)]
+        out.update(zip(names, _amax(x, *two_level), strict=True))
+    kernels = _kernels(x, row, col)
     if kernels is not None:
         kernels.fake_quantize(x2, row, col, out, seed)
         return list(out.values())
@@ -408,8 +450,9 @@ def _fake_quantize(
         if is_col and keep_col:
             data, scale, _ = reference.quantize(x2, cast, col=True, amax=known, seed=seed)
             assert scale is not None
-            out["col_data"], out["col_scale"] = data, scale
-    return list(out.values())
+            out["col_data"] = data
+            out["scale" if cast.format.shares_scale else "col_scale"] = scale
+    return [_compact(t, t.shape) for t in out.values()]
 
 
 def _fake_buffers(

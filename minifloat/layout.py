@@ -13,7 +13,7 @@ import torch
 
 from .formats import HADAMARD, Cast, cdiv, rup
 
-__all__ = ["Part", "flatten", "part_names", "parts", "transposed_shape"]
+__all__ = ["Part", "flatten", "part_names", "parts", "shares_scale", "transposed_shape"]
 
 
 class Part(NamedTuple):
@@ -62,6 +62,11 @@ def parts(shape: Sequence[int], row: Cast | None, col: Cast | None) -> list[Part
     if shared:
         out.append(Part("scale", (1,), torch.float32))
     return out
+
+
+def shares_scale(cast: Cast) -> bool:
+    """Whether one scale serves the tensor, and both its copies."""
+    return bool(cast.layout[8])
 
 
 def part_names(row: Cast | None, col: Cast | None) -> tuple[str, ...]:

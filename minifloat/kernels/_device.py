@@ -1,0 +1,145 @@
+"""Device functions that the kernels share: the rules of `reference`, operation for operation.
+
+An amax is taken over the bits of |x|. As integers those are ordered like the values, with NaN above
+Inf above every number, so an integer maximum propagates NaN where a floating-point one drops it.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+
+from ..formats import E4M3, E5M2, Element
+
+__all__ = [
+    "FP8",
+    "abs_bits",
+    "amax",
+    "decode",
+    "e8m0_byte",
+    "e8m0_decode",
+    "e8m0_multiplier",
+    "encode",
+    "fp8_scale",
+    "fp32",
+    "load_tile",
+    "store_tile",
+]
+
+FP8: dict[Element, tl.dtype] = {E4M3: tl.float8e4nv, E5M2: tl.float8e5}
+
+_ABS = tl.constexpr(0x7FFFFFFF)
+_INF = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC00000)
+_MANTISSA = tl.constexpr(0x7FFFFF)
+_SUBNORMAL_HALF = tl.constexpr(0x400000)  # 2**-127, the power of two below the smallest normal
+
+
+def fp32(value: float) -> float:
+    """`value` rounded to fp32: a constant of the contract is an fp32 constant."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+@triton.jit
+def load_tile(x, o_m, o_k, M, K, stride, EVEN: tl.constexpr):
+    """`x[o_m, o_k]`, zero outside [M, K): zeros never raise an amax."""
+    p_x = x + o_m[:, None] * stride + o_k[None, :]  # [BM, BK]
+    if EVEN:
+        b_x = tl.load(p_x)
+    else:
+        b_x = tl.load(p_x, mask=(o_m[:, None] < M) & (o_k[None, :] < K), other=0)
+    return b_x
+
+
+@triton.jit
+def store_tile(out, b, o_r, o_c, R, C, EVEN: tl.constexpr):
+    """`out[o_r, o_c] = b` for the part inside a contiguous [R, C)."""
+    p_out = out + o_r[:, None] * C + o_c[None, :]  # [BR, BC]
+    if EVEN:
+        tl.store(p_out, b)
+    else:
+        tl.store(p_out, b, mask=(o_r[:, None] < R) & (o_c[None, :] < C))
+
+
+@triton.jit
+def abs_bits(b_x):
+    """Bits of |x| in fp32 as int32, from a tensor of any input dtype.
+
+    bf16 is widened by a shift. The cast would do, but a tile's fp32 copy then stays in registers
+    from here to where it is multiplied: 170 of them, not 124, in the 1x128 cast of both directions.
+    """
+    if b_x.dtype == tl.bfloat16:
+        bits = (b_x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.int32, bitcast=True)
+    else:
+        bits = b_x.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits & _ABS
+
+
+@triton.jit
+def amax(b_x, AXIS: tl.constexpr):
+    """fp32 max |x| along AXIS (None: of the whole block); NaN if any element is."""
+    return tl.max(abs_bits(b_x), AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp8_scale(amax, eps, LIMIT: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr):
+    """Encode scale `LIMIT / max(amax, eps)`; 1 where amax is 0, infinite or NaN.
+
+    An infinite quotient becomes INF; POW2 rounds down to a power of two.
+    """
+    eps = tl.cast(eps, tl.float32)  # a launch from Inductor passes Python floats as fp64
+    amax = tl.where(amax < eps, eps, amax)
+    scale = tl.div_rn(LIMIT, amax)
+    bits = abs_bits(scale)
+    scale = tl.where(bits == _INF, INF, scale)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & ~_MANTISSA).to(tl.float32, bitcast=True)
+    return tl.where((amax == 0) | (abs_bits(amax) >= _INF), 1.0, scale)
+
+
+@triton.jit
+def encode(b_x, LIMIT: tl.constexpr, TYPE: tl.constexpr, CLAMP: tl.constexpr):
+    """fp32 -> codes (uint8), to nearest even, saturating; NaN gives the code 0x7F.
+
+    CLAMP spells the saturation out. It must not be the NaN-propagating clamp: next to a transposed
+    fp8 store that was miscompiled (triton#11111). Symmetric limits make it one instruction
+    (FMNMX.XORSIGN), and NaN two more. Without CLAMP, for values that fit unless their block holds
+    Inf or NaN, saturation is left to the cast (cvt.rn.satfinite).
+    """
+    if CLAMP:
+        b_x = tl.where(b_x != b_x, b_x, tl.clamp(b_x, -LIMIT, LIMIT))
+    return b_x.to(TYPE).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def decode(b_q, TYPE: tl.constexpr):
+    """Codes (uint8) -> fp32, exactly."""
+    return b_q.to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e8m0_byte(amax, RECIPROCAL: tl.constexpr):
+    """Exponent byte (int32) of `amax * RECIPROCAL` rounded up: NaN 255, Inf 254, 0 0.
+
+    The carry of an addition rounds up: any mantissa but 0, or below the normals one above a half.
+    """
+    bits = abs_bits(amax * RECIPROCAL)
+    carry = tl.where(bits <= _MANTISSA, _SUBNORMAL_HALF - 1, _MANTISSA)
+    byte = tl.minimum((bits + carry) >> 23, 0xFE)
+    return tl.where(bits > _INF, 0xFF, byte)
+
+
+@triton.jit
+def e8m0_multiplier(byte):
+    """2**(127 - byte) of an int32 byte, from bits; 254 gives 2**-127, 255 NaN."""
+    bits = tl.maximum((0xFE - byte) << 23, _SUBNORMAL_HALF)
+    return tl.where(byte == 0xFF, _NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e8m0_decode(byte):
+    """2**(byte - 127) of an int32 byte, from bits; 0 gives 2**-127, 255 NaN."""
+    bits = tl.maximum(byte << 23, _SUBNORMAL_HALF)
+    return tl.where(byte == 0xFF, _NAN, bits).to(tl.float32, bitcast=True)

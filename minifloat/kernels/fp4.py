@@ -1,0 +1,334 @@
+"""NVFP4 casts: row and column copies, or their bf16 values, from one pass over the source.
+
+A program reads its tile twice, once with a row block in each thread and once with column blocks, so
+that no element crosses threads; the second read comes from the cache. Tiles cover the padded scale
+matrices: past the source every amax, and so every scale byte, is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import HADAMARD, HADAMARD_SIGN_MASK, Cast, cdiv, rup
+from ._fp4_device import (
+    global_scale,
+    hadamard_block,
+    load_col_block,
+    load_row_block,
+    quantize_block,
+    scale_block,
+    stack,
+    store_row_words,
+    store_words,
+)
+from .fp4_amax import amax_fp4
+from .variant import Config, Launch, Variant, samples
+
+__all__ = ["amax_fp4", "cast_fp4", "fake_fp4", "supports", "variants"]
+
+# To be measured. Tiles of 128 rows make runs of 64 bytes in the column copy; with 4 warps a thread
+# has 4 column blocks. Both sizes divide PAD, that of the scales, so no tile lies outside them.
+CONFIG = Config(128, 64, 4)
+PAD = 128
+POINTERS = (
+    "row_data", "row_scale", "row_out", "row_amax",
+    "col_data", "col_scale", "col_out", "col_amax", "seed",
+)  # fmt: skip
+
+
+@triton.jit
+def cast_rows(
+    x, data, scale, out, amax, seed, o_n, left_m, left_k, left_g,
+    K, stride, pitch, scale_pitch,
+    MAX: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr,
+    ERROR: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The row copy of the tile that the pointers are at, R rows at a time.
+
+    `left_*`: rows, columns and scale columns from there on; `o_n`: the tile's first Philox call.
+    """
+    G: tl.constexpr = BK // 16
+    tl.static_assert(BM // R <= 8)
+    o_g = tl.arange(0, G)
+    if not SCALED:
+        a_x = tl.load(amax)
+        encode, decode = global_scale(a_x, MAX)
+    b_bytes = tl.zeros((R, G), tl.int64)
+    for c in range(BM // R):
+        o_m = c * R + tl.arange(0, R)
+        block = load_row_block(x, o_m, o_g, left_m, left_k, stride, EVEN)  # 16 x [R, G]
+        if SCALED:
+            a_x = tl.load(amax + o_m, mask=o_m < left_m, other=0.0)[:, None]  # [R, 1]
+            encode, decode = global_scale(a_x, MAX)
+        b_byte = scale_block(block, encode, decode, a_x, MAX, ERROR, SQUARE, False)  # [R, G]
+        b_n = o_n + o_m[:, None].to(tl.int64) * (2 * tl.cdiv(K, 16)) + 2 * o_g[None, :]
+        w0, w1, values = quantize_block(
+            block, b_byte, decode, b_n, seed, STOCHASTIC, 0, out is not None
+        )
+        if out is not None:
+            o_k = tl.arange(0, BK)
+            p_out = out + o_m[:, None].to(tl.int64) * K + o_k[None, :]
+            mask = (o_m < left_m)[:, None] & (o_k < left_k)[None, :]
+            tl.store(p_out, tl.reshape(stack(values), (R, BK)), mask=mask)
+        if data is not None:
+            store_row_words(data, w0, w1, o_m, left_m, left_k, pitch, WIDE, EVEN)
+            if SQUARE and not EVEN:  # a tile's rows below the source have its scale, and no place
+                b_byte = tl.where((o_m < left_m)[:, None], b_byte, 0)
+            b_bytes |= b_byte.to(tl.int64) << (8 * c)
+    if data is not None:
+        # One store for all: the layout of a byte matrix costs a trip through shared memory.
+        o_c = tl.arange(0, BM // R)
+        b_s = (b_bytes[:, :, None] >> (8 * o_c)[None, None, :]).to(tl.uint8)  # [R, G, BM / R]
+        b_s = tl.reshape(tl.permute(b_s, (2, 0, 1)), (BM, G))
+        p_scale = scale + tl.arange(0, BM)[:, None].to(tl.int64) * scale_pitch + o_g[None, :]
+        tl.store(p_scale, b_s, mask=(o_g < left_g)[None, :])
+
+
+@triton.jit
+def cast_columns(
+    x, data, scale, out, amax, seed, o_n, left_m, left_k, left_c, left_b,
+    M, K, stride, pitch, scale_pitch,
+    MAX: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr,
+    ERROR: tl.constexpr, SIGNS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    MB: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The column copy of the tile that the pointers are at, MB blocks of 16 rows.
+
+    `left_*`: rows, columns, rows kept and block rows from there on; `o_n`: the first Philox call.
+    """
+    o_b = tl.arange(0, MB)
+    o_k = tl.arange(0, BK)
+    a_x = tl.load(amax + o_k, mask=o_k < left_k, other=0.0)[None, :] if SCALED else tl.load(amax)
+    encode, decode = global_scale(a_x, MAX)
+    block = load_col_block(x, o_b, o_k, left_m, left_k, stride, EVEN)  # 16 x [MB, BK]
+    if SIGNS >= 0:
+        block = hadamard_block(block, SIGNS)
+    b_byte = scale_block(block, encode, decode, a_x, MAX, ERROR, SQUARE, True)  # [MB, BK]
+    b_n = o_n + o_k[None, :].to(tl.int64) * (2 * tl.cdiv(M, 16)) + 2 * o_b[:, None]
+    w0, w1, values = quantize_block(
+        block, b_byte, decode, b_n, seed, STOCHASTIC, 1, out is not None
+    )
+    if out is not None:
+        p_out = out + 16 * o_b[:, None].to(tl.int64) * K + o_k[None, :]
+        for i in tl.static_range(16):
+            mask = (16 * o_b + i < left_c)[:, None] & (o_k < left_k)[None, :]
+            tl.store(p_out, values[i], mask=mask)
+            p_out += K
+    if data is not None:
+        b_w = tl.reshape(tl.permute(tl.join(w0, w1), (1, 0, 2)), (BK, 2 * MB))
+        o_w = tl.arange(0, 2 * MB)
+        store_words(data, b_w, o_k, o_w, left_k, left_c, pitch, WIDE, EVEN)
+        if SQUARE and not EVEN:
+            b_byte = tl.where((o_k < left_k)[None, :], b_byte, 0)
+        p_scale = scale + o_k[:, None].to(tl.int64) * scale_pitch + o_b[None, :]
+        tl.store(p_scale, tl.trans(b_byte).to(tl.uint8), mask=(o_b < left_b)[None, :])
+
+
+@triton.jit
+def cast_kernel(
+    x, row_data, row_scale, row_out, row_amax, col_data, col_scale, col_out, col_amax, seed,
+    M, K, C, stride, row_pitch, row_scale_pitch, col_pitch, col_scale_pitch,
+    ROW: tl.constexpr, ROW_MAX: tl.constexpr, ROW_SQUARE: tl.constexpr,
+    ROW_STOCHASTIC: tl.constexpr, ROW_SCALED: tl.constexpr, ROW_ERROR: tl.constexpr,
+    COL: tl.constexpr, COL_MAX: tl.constexpr, COL_SQUARE: tl.constexpr,
+    COL_STOCHASTIC: tl.constexpr, COL_SCALED: tl.constexpr, COL_ERROR: tl.constexpr,
+    COL_SIGNS: tl.constexpr, ROW_WIDE: tl.constexpr, COL_WIDE: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Both directions of a tile of `x[M, K]`. C: elements in a row of the column copy.
+
+    A data pitch counts words where WIDE (a multiple of 8 elements), else bytes. Tiles run from the
+    last to the first: what the amax pass touched last is still in L2.
+    """
+    i_t = tl.num_programs(0) - 1 - tl.program_id(0)
+    n_k = tl.cdiv(tl.cdiv(K, 128) * 128, BK)
+    m0 = (i_t // n_k).to(tl.int64) * BM
+    k0 = (i_t % n_k).to(tl.int64) * BK
+    left_m = tl.minimum(M - m0, BM).to(tl.int32)
+    left_k = tl.minimum(K - k0, BK).to(tl.int32)
+    x += m0 * stride + k0
+    if ROW:
+        if row_data is not None:
+            row_data += m0 * row_pitch * (4 if ROW_WIDE else 1) + k0 // 2
+            row_scale += m0 * row_scale_pitch + k0 // 16
+        if row_out is not None:
+            row_out += m0 * K + k0
+        if ROW_SCALED:
+            row_amax += m0
+        cast_rows(
+            x, row_data, row_scale, row_out, row_amax, seed,
+            m0 * (2 * tl.cdiv(K, 16)) + k0 // 8, left_m, left_k,
+            tl.minimum(row_scale_pitch - k0 // 16, BK // 16).to(tl.int32),
+            K, stride, row_pitch, row_scale_pitch,
+            ROW_MAX, ROW_SQUARE, ROW_STOCHASTIC, ROW_SCALED, ROW_ERROR, ROW_WIDE, EVEN, BM, BK, R,
+        )  # fmt: skip
+    if COL:
+        if col_data is not None:
+            col_data += k0 * col_pitch * (4 if COL_WIDE else 1) + m0 // 2
+            col_scale += k0 * col_scale_pitch + m0 // 16
+        if col_out is not None:
+            col_out += m0 * K + k0
+        if COL_SCALED:
+            col_amax += k0
+        cast_columns(
+            x, col_data, col_scale, col_out, col_amax, seed,
+            k0 * (2 * tl.cdiv(M, 16)) + m0 // 8, left_m, left_k,
+            tl.minimum(C - m0, BM).to(tl.int32),
+            tl.minimum(col_scale_pitch - m0 // 16, BM // 16).to(tl.int32),
+            M, K, stride, col_pitch, col_scale_pitch,
+            COL_MAX, COL_SQUARE, COL_STOCHASTIC, COL_SCALED, COL_ERROR, COL_SIGNS,
+            COL_WIDE, EVEN, BM // 16, BK,
+        )  # fmt: skip
+
+
+def supports(cast: Cast) -> bool:
+    """Whether these kernels serve the cast: every NVFP4 option (a transform, in column copies)."""
+    return cast.format.two_level
+
+
+def cast_fp4(
+    x: Tensor,
+    *,
+    row: Cast | None,
+    col: Cast | None,
+    row_data: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    row_amax: Tensor | None = None,
+    col_data: Tensor | None = None,
+    col_scale: Tensor | None = None,
+    col_amax: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> None:
+    """`x[M, K]` -> codes and scales of each direction present: `reference.quantize`.
+
+    The global amaxes are given. `seed`: int64 [seed, offset] on the device of x, for a stochastic
+    cast.
+    """
+    tensors = {
+        "row_data": row_data, "row_scale": row_scale, "row_amax": row_amax,
+        "col_data": col_data, "col_scale": col_scale, "col_amax": col_amax, "seed": seed,
+    }  # fmt: skip
+    _run(x, row, col, tensors)
+
+
+def fake_fp4(
+    x: Tensor,
+    *,
+    row: Cast | None,
+    col: Cast | None,
+    row_amax: Tensor | None = None,
+    col_amax: Tensor | None = None,
+    row_out: Tensor | None = None,
+    col_out: Tensor | None = None,
+    col_data: Tensor | None = None,
+    col_scale: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> None:
+    """`x[M, K]` -> bf16 values of its copies, in the orientation of x: `reference.fake_quantize`.
+
+    The packed column copy comes along when `col_data` and `col_scale` are given.
+    """
+    tensors = {
+        "row_out": row_out, "row_amax": row_amax, "col_out": col_out,
+        "col_data": col_data, "col_scale": col_scale, "col_amax": col_amax, "seed": seed,
+    }  # fmt: skip
+    _run(x, row, col, tensors)
+
+
+Tensors = Mapping[str, Tensor | None]
+
+
+def _run(x: Tensor, row: Cast | None, col: Cast | None, tensors: Tensors) -> None:
+    if row is not None and row.transforms:
+        raise ValueError("row: the Hadamard transform belongs to column copies")
+    if x.numel() > 0 and (row is not None or col is not None):
+        _launch(x, row, col, tensors).run()
+
+
+def _launch(
+    x: Tensor, row: Cast | None, col: Cast | None, tensors: Tensors, config: Config | None = None
+) -> Launch:
+    config = config or CONFIG
+    m, k = x.shape
+    c = rup(m, HADAMARD) if col is not None and col.transforms else m
+    args = dict(
+        x=x,
+        M=m,
+        K=k,
+        C=c,
+        stride=x.stride(0),
+        row_pitch=cdiv(k, 2) if k % 8 else k // 8,
+        row_scale_pitch=rup(cdiv(k, 16), 4),
+        col_pitch=cdiv(c, 2) if c % 8 else c // 8,
+        col_scale_pitch=rup(cdiv(c, 16), 4),
+        COL_SIGNS=-1 if col is None else col.hadamard,
+        ROW_WIDE=k % 8 == 0,
+        COL_WIDE=c % 8 == 0,
+        EVEN=config.even(m, k, PAD),
+        BM=config.m,
+        BK=config.k,
+        R=32 * config.warps * 16 // config.k,  # a block for each thread
+        **{name: tensors.get(name) for name in POINTERS},
+        **_options("ROW", row),
+        **_options("COL", col),
+    )
+    return Launch(cast_kernel, config.tiles(rup(m, PAD), rup(k, PAD)), args, config)
+
+
+def _options(name: str, cast: Cast | None) -> dict[str, Any]:
+    """A direction's constants. Where it is not asked for they are fixed, so as not to recompile."""
+    return {
+        name: cast is not None,
+        f"{name}_MAX": 0 if cast is None else cast.scale_max,
+        f"{name}_SQUARE": cast is not None and cast.format.square,
+        f"{name}_STOCHASTIC": cast is not None and cast.stochastic,
+        f"{name}_SCALED": cast is not None and cast.row_scaled,
+        f"{name}_ERROR": "" if cast is None else cast.error,
+    }
+
+
+def variants() -> Iterator[Variant]:
+    """Every option by direction, real and fake."""
+    plain, tiles = Cast("nvfp4"), Cast("nvfp4_16x16")
+    stochastic = plain.replace(stochastic=True)
+    options = {
+        "plain": (plain, plain),
+        "hadamard": (plain, plain.replace(hadamard=HADAMARD_SIGN_MASK)),
+        "stochastic": (stochastic, stochastic.replace(hadamard=HADAMARD_SIGN_MASK)),
+        "tiles": (tiles, tiles),
+        "scaled": (plain.replace(row_scaled=True),) * 2,
+        "mae": (plain.replace(error="MAE", scale_max=256),) * 2,
+        "tiles_mse": (tiles.replace(error="MSE"),) * 2,
+    }
+    for sample in samples():
+        for option, casts in options.items():
+            for direction, is_row, is_col in sample.directions:
+                row, col = casts[0] if is_row else None, casts[1] if is_col else None
+                name = f"fp4_{option}_{direction}_{sample.tag}"
+                launch = _launch(sample.x, row, col, _meta(row, col, fake=False))
+                yield Variant.of(name, launch)
+                launch = _launch(sample.x, row, col, _meta(row, col, fake=True))
+                yield Variant.of(f"{name}_fake", launch)
+
+
+def _meta(row: Cast | None, col: Cast | None, *, fake: bool) -> dict[str, Tensor | None]:
+    """Stand-ins for the tensors of a launch."""
+
+    def one(dtype: torch.dtype, present: bool) -> Tensor | None:
+        return torch.empty(1, dtype=dtype, device="meta") if present else None
+
+    cast = row or col
+    out: dict[str, Tensor | None] = {"seed": one(torch.int64, cast is not None and cast.stochastic)}
+    for name, present in (("row", row is not None), ("col", col is not None)):
+        packed = present and not (fake and name == "row")
+        out[f"{name}_data"] = out[f"{name}_scale"] = one(torch.uint8, packed)
+        out[f"{name}_out"] = one(torch.bfloat16, present and fake)
+        out[f"{name}_amax"] = one(torch.float32, present)
+    return out

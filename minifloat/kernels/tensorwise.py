@@ -1,0 +1,252 @@
+"""FP8 with one scale for the tensor: amax, current scaling, delayed scaling.
+
+The column copy is the transposed row copy. It is made from a transposed tile of the *source*:
+16-bit elements cross shared memory eight at a time (ldmatrix.trans), where codes would cross it
+byte by byte, and casting twice costs less than that. Tiles run from the last to the first: what
+the producer, or the amax pass, touched last is still in L2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import E4M3, E5M2, FP32_MAX, Element, cdiv
+from ._device import FP8, abs_bits, encode, fp8_scale, load_tile, store_tile
+from .variant import Config, Launch, Variant, samples
+
+__all__ = ["amax", "cast_current", "cast_scaled", "variants"]
+
+# Programs of an amax pass, each with a partial maximum that every program of the cast reads again:
+# about four per multiprocessor of an H200. To be measured.
+PARTIALS = 512
+# To be measured (scripts/tune_kernels). A column store needs m = 128 to fill 128-byte lines.
+CONFIGS = {
+    "amax": Config(1, 16384, 8),
+    "finish": Config(1, PARTIALS, 4),
+    "row": Config(64, 128, 4),
+    "col": Config(128, 64, 4),
+    "both": Config(128, 128, 8),
+}
+
+
+@triton.jit
+def amax_kernel(x, partial, tiles, columns, K, stride, BK: tl.constexpr):
+    """`partial[p]`: bits of the largest |x| in tiles p, p + programs, ...; a tile is 1 x BK."""
+    i_p = tl.program_id(0).to(tl.int64)
+    b_max = tl.zeros((BK,), tl.int32)  # [BK]
+    for i_t in range(i_p, tiles, tl.num_programs(0)):
+        o_k = (i_t % columns) * BK + tl.arange(0, BK)
+        b_x = tl.load(x + (i_t // columns) * stride + o_k, mask=o_k < K, other=0.0)  # [BK]
+        b_max = tl.maximum(b_max, abs_bits(b_x))
+    tl.store(partial + i_p, tl.max(b_max, 0))
+
+
+@triton.jit
+def load_max(partial, n, PARTIALS: tl.constexpr):
+    """fp32 maximum of n <= PARTIALS bit patterns."""
+    o_p = tl.arange(0, PARTIALS)
+    b_p = tl.load(partial + o_p, mask=o_p < n, other=0)  # [PARTIALS]
+    return tl.max(b_p, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["n"])
+def finish_kernel(partial, n, out, PARTIALS: tl.constexpr):
+    """`out[0]`: the maximum of the partial ones."""
+    tl.store(out, load_max(partial, n, PARTIALS))
+
+
+@triton.jit(do_not_specialize=["n"])
+def cast_kernel(
+    x,
+    row,
+    col,
+    source,
+    n,
+    amax,
+    scale_inv,
+    eps,
+    M,
+    K,
+    stride,
+    SCALED: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    AMAX: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TYPE: tl.constexpr,
+    INF: tl.constexpr,
+    POW2: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """`row[M, K]`, `col[K, M]` = codes of `x * scale`; `scale_inv[0]` = 1/scale.
+
+    SCALED: `source[0]` is the scale, and the bits of |x| go into `amax[0]`, a running maximum.
+    Otherwise `source[:n]` holds the bits of partial amaxes, and every program derives the scale.
+    """
+    i_p = tl.program_id(0)
+    i_t = tl.num_programs(0) - 1 - i_p
+    n_k = tl.cdiv(K, BK)
+    i_m = (i_t // n_k).to(tl.int64)
+    i_k = (i_t % n_k).to(tl.int64)
+    o_m = i_m * BM + tl.arange(0, BM)
+    o_k = i_k * BK + tl.arange(0, BK)
+    # The tile is asked for before the scale, so that the two latencies overlap.
+    b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
+    if SCALED:
+        scale = tl.load(source)
+        if AMAX:
+            tl.atomic_max(amax, tl.max(abs_bits(b_x)), sem="relaxed")
+    else:
+        scale = fp8_scale(load_max(source, n, PARTIALS), eps, LIMIT, INF, POW2)
+    if i_p == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, scale))
+    if ROW:
+        b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)  # [BM, BK]
+        store_tile(row, b_q, o_m, o_k, M, K, EVEN)
+    if COL:
+        b_q = encode(tl.trans(b_x).to(tl.float32) * scale, LIMIT, TYPE, True)  # [BK, BM]
+        store_tile(col, b_q, o_k, o_m, K, M, EVEN)
+
+
+def amax(x: Tensor, out: Tensor) -> None:
+    """`out` (fp32, one element) = max |x|, 0 for an empty x, NaN if x holds one."""
+    _finish(*_partial_amax(x), out).run()
+
+
+def cast_current(
+    x: Tensor,
+    element: Element,
+    *,
+    pow2: bool,
+    eps: float,
+    row: Tensor | None,
+    col: Tensor | None,
+    scale_inv: Tensor,
+    amax: Tensor | None = None,
+) -> None:
+    """Codes of `x[M, K]` under the scale of its amax: `row[M, K]`, `col[K, M]`, `scale_inv` (1,).
+
+    `amax` (fp32, one element) is used where it is known already, and spares a read of x.
+    """
+    source, n = _partial_amax(x) if amax is None else (amax.view(torch.int32), 1)
+    _cast(x, element, row, col, scale_inv, source=source, n=n, pow2=pow2, eps=eps).run()
+
+
+def cast_scaled(
+    x: Tensor,
+    element: Element,
+    *,
+    scale: Tensor,
+    amax: Tensor | None,
+    row: Tensor | None,
+    col: Tensor | None,
+    scale_inv: Tensor,
+) -> None:
+    """Codes of `x * scale`; `amax` (fp32, one element; None: not recorded) = max(amax, |x|)."""
+    bits = None if amax is None else amax.view(torch.int32)
+    _cast(x, element, row, col, scale_inv, source=scale, amax=bits, scaled=True).run()
+
+
+def _partial_amax(x: Tensor) -> tuple[Tensor, int]:
+    launch = _amax_launch(x)
+    launch.run()
+    return launch.args["partial"], launch.programs
+
+
+def _amax_launch(x: Tensor, config: Config | None = None, partials: int = PARTIALS) -> Launch:
+    config = config or CONFIGS["amax"]
+    m, k = x.shape
+    if x.is_contiguous():
+        m, k = 1, m * k
+    columns = cdiv(k, config.k)
+    tiles = m * columns
+    programs = max(1, min(tiles, partials))
+    partial = torch.empty(programs, dtype=torch.int32, device=x.device)
+    args = {
+        "x": x,
+        "partial": partial,
+        "tiles": tiles,
+        "columns": columns,
+        "K": k,
+        "stride": x.stride(0),
+        "BK": config.k,
+    }
+    return Launch(amax_kernel, programs, args, config)
+
+
+def _finish(partial: Tensor, n: int, out: Tensor) -> Launch:
+    args = {"partial": partial, "n": n, "out": out, "PARTIALS": PARTIALS}
+    return Launch(finish_kernel, 1, args, CONFIGS["finish"])
+
+
+def _cast(
+    x: Tensor,
+    element: Element,
+    row: Tensor | None,
+    col: Tensor | None,
+    scale_inv: Tensor,
+    *,
+    source: Tensor,
+    n: int = 1,
+    amax: Tensor | None = None,
+    scaled: bool = False,
+    pow2: bool = False,
+    eps: float = 0.0,
+    config: Config | None = None,
+) -> Launch:
+    kind = "both" if row is not None and col is not None else "row" if col is None else "col"
+    config = config or CONFIGS[kind]
+    m, k = x.shape
+    args = {
+        "x": x,
+        "row": row,
+        "col": col,
+        "source": source,
+        "n": n,
+        "amax": amax,
+        "scale_inv": scale_inv,
+        "eps": eps,
+        "M": m,
+        "K": k,
+        "stride": x.stride(0),
+        "SCALED": scaled,
+        "ROW": row is not None,
+        "COL": col is not None,
+        "AMAX": amax is not None,
+        "LIMIT": element.max,
+        "TYPE": FP8[element],
+        "INF": FP32_MAX,
+        "POW2": pow2,
+        "PARTIALS": PARTIALS,
+        "EVEN": config.even(m, k),
+        "BM": config.m,
+        "BK": config.k,
+    }
+    # An empty x still has a scale, so there is always a program 0 to write it.
+    return Launch(cast_kernel, max(1, config.tiles(m, k)), args, config)
+
+
+def variants() -> Iterator[Variant]:
+    """The amax pass and both casts, by direction and element."""
+    bits = torch.empty(1, dtype=torch.int32, device="meta")
+    one = torch.empty(1, dtype=torch.float32, device="meta")
+    code = torch.empty(1, dtype=torch.uint8, device="meta")
+    yield Variant.of("finish", _finish(bits, 1, one))
+    for sample in samples():
+        yield Variant.of(f"amax_{sample.tag}", _amax_launch(sample.x))
+        for direction, row, col in sample.directions:
+            for element in (E4M3, E5M2) if sample.every else (E4M3,):
+                out = code if row else None, code if col else None
+                name = f"{direction}_{element.name}_{sample.tag}"
+                launch = _cast(sample.x, element, *out, one, source=bits, pow2=element is E5M2)
+                yield Variant.of(f"current_{name}", launch)
+                launch = _cast(sample.x, element, *out, one, source=one, amax=bits, scaled=True)
+                yield Variant.of(f"scaled_{name}", launch)

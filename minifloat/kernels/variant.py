@@ -1,0 +1,143 @@
+"""What is launched, and what the compiler is told about it.
+
+A `Launch` is a kernel with its grid and arguments; a `Variant` is the specialisation it compiles
+to, so that every kernel can be compiled, and its spills counted, on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import cdiv
+
+__all__ = ["Config", "Launch", "Sample", "Variant", "samples"]
+
+_TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+class Config(NamedTuple):
+    """The tile of one program, `[m, k]` in the orientation of the source, and its warps."""
+
+    m: int
+    k: int
+    warps: int
+    stages: int = 2
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Programs that cover `[rows, columns]`."""
+        return cdiv(rows, self.m) * cdiv(columns, self.k)
+
+    def even(self, rows: int, columns: int, pad: int = 1) -> bool:
+        """Whether whole tiles cover `[rows, columns]`, and whole multiples of `pad` as well."""
+        return (
+            rows > 0
+            and columns > 0
+            and rows % max(self.m, pad) == 0
+            and columns % max(self.k, pad) == 0
+        )
+
+
+class Launch(NamedTuple):
+    """A kernel, its one-dimensional grid and its arguments by name."""
+
+    fn: Any
+    programs: int
+    args: Mapping[str, Any]
+    config: Config
+
+    def run(self) -> None:
+        self.fn[(self.programs,)](
+            **self.args,
+            num_warps=self.config.warps,
+            num_stages=self.config.stages,
+            enable_fp_fusion=False,  # the contract's operations are separate
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel: the arguments of `triton.compiler.ASTSource`, and options."""
+
+    name: str
+    fn: Any
+    signature: dict[str, str]
+    constants: dict[str, object]
+    num_warps: int
+    num_stages: int
+    divisible: tuple[str, ...] = ()  # arguments known to be multiples of 16
+
+    @property
+    def attrs(self) -> dict[tuple[int, ...], list[list[object]]]:
+        """Divisibility, as ASTSource takes it."""
+        names = self.fn.arg_names
+        return {(names.index(d),): [["tt.divisibility", 16]] for d in self.divisible}
+
+    @staticmethod
+    def of(name: str, launch: Launch) -> Variant:
+        """The specialisation Triton picks for `launch`; tensors count as 16-byte aligned."""
+        signature: dict[str, str] = {}
+        constants: dict[str, object] = {}
+        divisible = []
+        for p in launch.fn.params:
+            value = launch.args[p.name]
+            special = isinstance(value, int) and not p.do_not_specialize
+            if p.is_constexpr or value is None or (special and value == 1):
+                signature[p.name] = "constexpr"
+                constants[p.name] = value
+                continue
+            if isinstance(value, Tensor):
+                signature[p.name] = f"*{_TYPES[value.dtype]}"
+                divisible.append(p.name)
+            elif isinstance(value, float):
+                signature[p.name] = "fp32"
+            else:
+                signature[p.name] = "i32" if abs(value) < 2**31 else "i64"
+                if special and value % 16 == 0:
+                    divisible.append(p.name)
+        config = launch.config
+        return Variant(
+            name, launch.fn, signature, constants, config.warps, config.stages, tuple(divisible)
+        )
+
+
+class Sample(NamedTuple):
+    """An input that stands for a class of launches; `every`: try each direction on it."""
+
+    x: Tensor
+    every: bool
+
+    @property
+    def tag(self) -> str:
+        return f"{_TYPES[self.x.dtype]}_{self.x.shape[0]}x{self.x.shape[1]}"
+
+    @property
+    def directions(self) -> Iterator[tuple[str, bool, bool]]:
+        """(name, row, col)."""
+        if self.every:
+            yield from (("row", True, False), ("col", False, True))
+        yield ("both", True, True)
+
+
+def samples() -> Iterator[Sample]:
+    """bf16 in whole and in partial tiles, and the other input dtypes."""
+    whole, partial = (4096, 4096), (4097, 4000)
+    for dtype, shape, every in (
+        (torch.bfloat16, whole, True),
+        (torch.bfloat16, partial, False),
+        (torch.float16, partial, False),
+        (torch.float32, whole, False),
+    ):
+        yield Sample(torch.empty(shape, dtype=dtype, device="meta"), every)

@@ -1,0 +1,157 @@
+"""Every kernel compiles for Hopper and Blackwell without a GPU, and keeps its values in registers.
+
+`variants()` of each kernel module names the specialisations; `ptxas -v` on their PTX says what they
+spill. CI compiles `IN_CI` of them, `make test-deep` all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from minifloat import kernels  # noqa: E402
+from minifloat.kernels.variant import Variant  # noqa: E402
+
+ARCHES = (90, 100)
+# Modules that launch nothing of their own.
+NO_KERNELS = {"entry", "variant"}
+# Bytes a kernel may spill, stores and loads together, by a pattern of its id. What is not listed
+# may spill nothing. A reason goes with each line.
+MAY_SPILL: dict[str, int] = {}
+# CI: one dtype and element, in both directions at once, on one architecture; kernels that have
+# neither dtype nor direction in their names are few and all compiled.
+IN_CI = re.compile(r"^(?!.*(_fp16_|_fp32_|_row_|_col_|e5m2)).*-sm90$")
+
+
+def modules() -> dict[str, Any]:
+    """The modules of `minifloat.kernels` that hold kernels, by name."""
+    names = (m.name for m in pkgutil.iter_modules(kernels.__path__))
+    launching = (n for n in names if not n.startswith("_") and n not in NO_KERNELS)
+    return {n: importlib.import_module(f"{kernels.__name__}.{n}") for n in launching}
+
+
+def parameters() -> Iterator[Any]:
+    for name, module in modules().items():
+        for variant in module.variants():
+            for arch in ARCHES:
+                key = f"{name}-{variant.name}-sm{arch}"
+                marks = () if IN_CI.match(key) else (pytest.mark.deep,)
+                yield pytest.param(variant, arch, id=key, marks=marks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was compiled before is compiled again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def ptxas(arch: int) -> str:
+    """The assembler that Triton brings for `arch`."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    try:
+        found = get_ptxas(arch)
+    except RuntimeError as error:
+        pytest.skip(f"no ptxas for sm_{arch}: {error}")
+    return str(found.path)
+
+
+def compile_ptx(variant: Variant, arch: int) -> str:
+    source = ASTSource(
+        fn=variant.fn,
+        signature=variant.signature,
+        constexprs=variant.constants,
+        attrs=variant.attrs,
+    )
+    options = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        # NVFP4's kernels forbid it, for exactness; the others have no sums of products.
+        "enable_fp_fusion": False,
+    }
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return str(compiled.asm["ptx"])
+
+
+def spilled(ptx: str, arch: int, folder: Path) -> int:
+    """Bytes of spill stores and loads, per thread, that `ptxas -v` reports."""
+    file = folder / "kernel.ptx"
+    file.write_text(ptx, encoding="utf-8")
+    words = [ptxas(arch), "-v", f"--gpu-name=sm_{arch}a", str(file), "-o", str(folder / "kernel.o")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
+    assert len(found) >= 2, f"ptxas says nothing about spills:\n{done.stderr}"
+    return sum(int(n) for n in found)
+
+
+def allowed(key: str) -> int:
+    return max((n for pattern, n in MAY_SPILL.items() if re.search(pattern, key)), default=0)
+
+
+@pytest.mark.parametrize(("variant", "arch"), parameters())
+def test_compiles_without_spills(
+    variant: Variant, arch: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    key = request.node.callspec.id
+    ptxas(arch)  # skips first: a compilation needs it as well
+    found = spilled(compile_ptx(variant, arch), arch, tmp_path)
+    assert found <= allowed(key), f"{key} spills {found} bytes per thread"
+
+
+def test_every_kernel_is_a_variant() -> None:
+    """A kernel that no variant names would not be compiled here."""
+    for name, module in modules().items():
+        of_kernel = {variant.fn.fn.__name__ for variant in module.variants()}
+        defined = {
+            n
+            for n, f in vars(module).items()
+            if isinstance(f, triton.JITFunction)
+            and f.fn.__module__ == module.__name__
+            and n.endswith("_kernel")
+        }
+        assert defined, f"{name}: no function is named *_kernel"
+        assert defined == of_kernel, name
+
+
+def test_spills_are_found(tmp_path: Path) -> None:
+    """A kernel with more live values than registers is noticed."""
+    registers = " ".join(f"%f{i}," for i in range(300)).rstrip(",")
+    loads = "\n".join(f"ld.volatile.global.f32 %f{i}, [%rd+{4 * i}];" for i in range(300))
+    stores = "\n".join(
+        f"st.volatile.global.f32 [%rd+{4 * i}], %f{i};" for i in reversed(range(300))
+    )
+    ptx = f""".version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 p)
+{{
+.reg .f32 {registers};
+.reg .b64 %rd;
+ld.param.u64 %rd, [p];
+{loads}
+{stores}
+ret;
+}}
+"""
+    assert spilled(ptx, 90, tmp_path) > 0
+
+
+def test_the_allowances_are_used() -> None:
+    keys = [p.id for p in parameters()]
+    unused = [p for p in MAY_SPILL if not any(re.search(p, key) for key in keys)]
+    assert not unused, "patterns that no variant matches"

@@ -1,0 +1,193 @@
+"""Tensor-wide FP8 casts against the reference: amax, current scaling, delayed scaling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _cases import (
+    BOTH,
+    CASES,
+    DEVICE,
+    DIRECTED,
+    DIRECTIONS,
+    EMPTY,
+    SMALL,
+    assert_codes,
+    assert_exact,
+    buffer,
+    inputs,
+    on_device,
+    run_interpreted,
+)
+
+from minifloat import reference
+from minifloat.formats import E4M3, E5M2, Cast, Element, Scale, find_format
+
+pytest.importorskip("triton")
+from minifloat.kernels import tensorwise  # noqa: E402
+
+
+def check_amax(shape: tuple[int, int], dtype: torch.dtype, plain: bool = False) -> None:
+    for x in inputs(shape, dtype, plain):
+        expected = reference.amax(x, Cast("fp8_e4m3"))
+        out = buffer(expected)
+        tensorwise.amax(on_device(x), out)
+        assert_exact(out, expected)
+
+
+def check_current(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    element: Element,
+    directions: tuple[bool, bool],
+    *,
+    pow2: bool = False,
+    eps: float = 0.0,
+    given: bool = False,
+    plain: bool = False,
+) -> None:
+    cast = Cast(find_format(element, Scale.F32, None).name, pow2=pow2, eps=eps)
+    row, col = directions
+    for x in inputs(shape, dtype, plain):
+        expected, scale_inv, _ = reference.quantize(x, cast)
+        amax = on_device(reference.amax(x, cast)) if given else None
+        out = buffer(expected) if row else None
+        out_t = buffer(expected.t()) if col else None
+        out_scale = buffer(scale_inv)
+        tensorwise.cast_current(
+            on_device(x),
+            element,
+            pow2=pow2,
+            eps=eps,
+            row=out,
+            col=out_t,
+            scale_inv=out_scale,
+            amax=amax,
+        )
+        assert_exact(out_scale, scale_inv)
+        assert_codes(out, expected if row else None)
+        assert_codes(out_t, expected.t() if col else None)
+
+
+def check_scaled(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    element: Element,
+    directions: tuple[bool, bool],
+    plain: bool = False,
+) -> None:
+    cast = Cast(find_format(element, Scale.F32, None).name)
+    row, col = directions
+    for i, x in enumerate(inputs(shape, dtype, plain)):
+        scale = torch.tensor([(0.37, 1.0, 3e5)[i % 3]])
+        before = torch.tensor([(0.0, 1e3)[i % 2]])
+        expected, scale_inv, amax = reference.quantize_scaled(x, scale, cast)
+        out = buffer(expected) if row else None
+        out_t = buffer(expected.t()) if col else None
+        out_scale, out_amax = buffer(scale_inv), on_device(before)
+        tensorwise.cast_scaled(
+            on_device(x), element, scale=on_device(scale), amax=out_amax, row=out, col=out_t,
+            scale_inv=out_scale,
+        )  # fmt: skip
+        assert_exact(out_scale, scale_inv)
+        assert_exact(out_amax, torch.maximum(amax, before))
+        assert_codes(out, expected if row else None)
+        assert_codes(out_t, expected.t() if col else None)
+
+
+def check_empty(shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, device=DEVICE)
+    one, two = torch.ones(1, device=DEVICE), torch.full((1,), 2.0, device=DEVICE)
+    row, col = x.to(torch.uint8), x.t().to(torch.uint8)
+    out = buffer(one)
+    tensorwise.amax(x, out)
+    assert_exact(out, torch.zeros(1))
+    out = buffer(one)
+    tensorwise.cast_current(x, E4M3, pow2=False, eps=0.0, row=row, col=col, scale_inv=out)
+    assert_exact(out, torch.ones(1))
+    out = buffer(one)
+    tensorwise.cast_current(x, E4M3, pow2=False, eps=0.0, row=row, col=col, scale_inv=out, amax=two)
+    assert_exact(out, reference.quantize(x.cpu(), Cast("fp8_e4m3"), amax=two.cpu())[1])
+    out, seen = buffer(one), one.clone()
+    tensorwise.cast_scaled(x, E4M3, scale=two, amax=seen, row=row, col=col, scale_inv=out)
+    assert_exact(out, torch.full((1,), 0.5))
+    assert_exact(seen, torch.ones(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
+def test_amax(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_amax(shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("directions", "shape", "dtype"), DIRECTED)
+def test_current(directions: tuple[bool, bool], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_current(shape, dtype, E4M3, directions)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("directions", DIRECTIONS)
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda e: e.name)
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-40])
+def test_current_options(
+    eps: float, given: bool, element: Element, directions: tuple[bool, bool]
+) -> None:
+    check_current((100, 127), torch.bfloat16, element, directions, pow2=True, eps=eps, given=given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("directions", "shape", "dtype"), DIRECTED)
+def test_scaled(directions: tuple[bool, bool], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_scaled(shape, dtype, E5M2, directions)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", EMPTY)
+def test_empty(shape: tuple[int, int]) -> None:
+    check_empty(shape)
+
+
+@pytest.mark.gpu
+def test_many_partial_amaxes() -> None:
+    """More tiles than programs in the amax pass, and several rows of tiles in the cast."""
+    check_amax((4096, 4100), torch.bfloat16)
+    check_current((4096, 4100), torch.bfloat16, E4M3, BOTH)
+
+
+@pytest.mark.gpu
+def test_casts_replay_in_a_cuda_graph() -> None:
+    x = torch.randn(256, 384, device="cuda", dtype=torch.bfloat16)
+    row, col = (torch.empty(s, dtype=torch.uint8, device="cuda") for s in ((256, 384), (384, 256)))
+    scale_inv = torch.empty(1, device="cuda")
+
+    def run() -> None:
+        tensorwise.cast_current(x, E4M3, pow2=False, eps=0.0, row=row, col=col, scale_inv=scale_inv)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    x.copy_(torch.randn_like(x) * 3)
+    graph.replay()
+    expected, inverse, _ = reference.quantize(x.cpu(), Cast("fp8_e4m3"))
+    assert_codes(row, expected)
+    assert_codes(col, expected.t())
+    assert_exact(scale_inv, inverse)
+
+
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+if __name__ == "__main__":
+    check_amax((3, 40000), torch.float16, plain=True)
+    check_amax((17, 1), torch.bfloat16)
+    for shape in SMALL:
+        check_current(shape, torch.bfloat16, E4M3, BOTH, plain=True)
+        check_scaled(shape, torch.float32, E5M2, BOTH, plain=True)
+    check_current((100, 127), torch.float16, E5M2, (True, False), pow2=True, eps=1e-12, plain=True)
+    check_current((100, 127), torch.float32, E4M3, (False, True), given=True, plain=True)
+    for shape in EMPTY:
+        check_empty(shape)
