@@ -1,14 +1,14 @@
 """FP8 with one scale for the tensor: amax, current scaling, delayed scaling.
 
-The column copy is the transposed row copy. It is made from a transposed tile of the *source*:
-16-bit elements cross shared memory eight at a time (ldmatrix.trans), where codes would cross it
-byte by byte, and casting twice costs less than that. Tiles run from the last to the first: what
-the producer, or the amax pass, touched last is still in L2.
+The column copy is the transposed row copy. In whole tiles, codes of four consecutive rows make a
+word and words are transposed (`store_transposed`); in partial ones the 16-bit source tile is. Tiles
+run from the last to the first: what the producer, or the amax pass, touched last is still in L2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -16,21 +16,34 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import E4M3, E5M2, FP32_MAX, Element, cdiv
-from ._device import FP8, abs_bits, encode, fp8_scale, load_tile, store_tile
+from ._device import (
+    FP8,
+    abs_bits,
+    encode,
+    fp8_scale,
+    load_quads,
+    load_tile,
+    max_bits,
+    store_quads,
+    store_tile,
+    store_transposed,
+)
+from .transpose import transpose
 from .variant import Config, Launch, Variant, samples
 
 __all__ = ["amax", "cast_current", "cast_scaled", "variants"]
 
 # Programs of an amax pass, each with a partial maximum that every program of the cast reads again:
-# about four per multiprocessor of an H200. To be measured.
+# about four per multiprocessor of an H200. 1024 to 4096 of them gain 1 to 3% of the amax pass.
 PARTIALS = 512
-# To be measured (scripts/tune_kernels). A column store needs m = 128 to fill 128-byte lines.
+# The fastest of scripts/tune_kernels on an H200 at 8192x8192 bf16, or within 1% of it. A column
+# store needs m = 128 to fill 128-byte lines.
 CONFIGS = {
-    "amax": Config(1, 16384, 8),
+    "amax": Config(1, 8192, 8),
     "finish": Config(1, PARTIALS, 4),
-    "row": Config(64, 128, 4),
+    "row": Config(64, 256, 4),
     "col": Config(128, 64, 4),
-    "both": Config(128, 128, 8),
+    "both": Config(128, 64, 4),
 }
 
 
@@ -98,22 +111,41 @@ def cast_kernel(
     i_k = (i_t % n_k).to(tl.int64)
     o_m = i_m * BM + tl.arange(0, BM)
     o_k = i_k * BK + tl.arange(0, BK)
+    QUADS: tl.constexpr = COL and EVEN
     # The tile is asked for before the scale, so that the two latencies overlap.
-    b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
+    if QUADS:
+        o_w = i_m * (BM // 4) + tl.arange(0, BM // 4)
+        b_0, b_1, b_2, b_3 = load_quads(x, o_w, o_k, stride)  # [BM/4, BK]
+    else:
+        b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
     if SCALED:
         scale = tl.load(source)
         if AMAX:
-            tl.atomic_max(amax, tl.max(abs_bits(b_x)), sem="relaxed")
+            # Not an expression: Triton compiles both sides of one.
+            if QUADS:  # noqa: SIM108
+                seen = tl.max(max_bits(b_0, b_1, b_2, b_3))
+            else:
+                seen = tl.max(abs_bits(b_x))
+            tl.atomic_max(amax, seen, sem="relaxed")
     else:
         scale = fp8_scale(load_max(source, n, PARTIALS), eps, LIMIT, INF, POW2)
     if i_p == 0:
         tl.store(scale_inv, tl.div_rn(1.0, scale))
-    if ROW:
-        b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)  # [BM, BK]
-        store_tile(row, b_q, o_m, o_k, M, K, EVEN)
-    if COL:
-        b_q = encode(tl.trans(b_x).to(tl.float32) * scale, LIMIT, TYPE, True)  # [BK, BM]
-        store_tile(col, b_q, o_k, o_m, K, M, EVEN)
+    if QUADS:
+        b_0 = encode(b_0.to(tl.float32) * scale, LIMIT, TYPE, True)
+        b_1 = encode(b_1.to(tl.float32) * scale, LIMIT, TYPE, True)
+        b_2 = encode(b_2.to(tl.float32) * scale, LIMIT, TYPE, True)
+        b_3 = encode(b_3.to(tl.float32) * scale, LIMIT, TYPE, True)
+        if ROW:
+            store_quads(row, b_0, b_1, b_2, b_3, o_w, o_k, K)
+        store_transposed(col, b_0, b_1, b_2, b_3, o_w, o_k, M)
+    else:
+        if ROW:
+            b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)  # [BM, BK]
+            store_tile(row, b_q, o_m, o_k, M, K, EVEN)
+        if COL:
+            b_q = encode(tl.trans(b_x).to(tl.float32) * scale, LIMIT, TYPE, True)  # [BK, BM]
+            store_tile(col, b_q, o_k, o_m, K, M, EVEN)
 
 
 def amax(x: Tensor, out: Tensor) -> None:
@@ -137,7 +169,7 @@ def cast_current(
     `amax` (fp32, one element) is used where it is known already, and spares a read of x.
     """
     source, n = _partial_amax(x) if amax is None else (amax.view(torch.int32), 1)
-    _cast(x, element, row, col, scale_inv, source=source, n=n, pow2=pow2, eps=eps).run()
+    _run(x, element, row, col, scale_inv, source=source, n=n, pow2=pow2, eps=eps)
 
 
 def cast_scaled(
@@ -152,7 +184,28 @@ def cast_scaled(
 ) -> None:
     """Codes of `x * scale`; `amax` (fp32, one element; None: not recorded) = max(amax, |x|)."""
     bits = None if amax is None else amax.view(torch.int32)
-    _cast(x, element, row, col, scale_inv, source=scale, amax=bits, scaled=True).run()
+    _run(x, element, row, col, scale_inv, source=scale, amax=bits, scaled=True)
+
+
+def _run(
+    x: Tensor,
+    element: Element,
+    row: Tensor | None,
+    col: Tensor | None,
+    scale_inv: Tensor,
+    **options: Any,
+) -> None:
+    """Cast; the column copy of an fp32 tensor is its row copy, transposed by another launch.
+
+    One kernel for both was miscompiled in partial fp32 tiles by Triton 3.6: wrong codes, or a crash
+    of ptxas. Two launches move 7 bytes an element in place of 6.
+    """
+    if x.dtype != torch.float32 or col is None:
+        _cast(x, element, row, col, scale_inv, **options).run()
+        return
+    codes = row if row is not None else torch.empty_like(col)
+    _cast(x, element, codes, None, scale_inv, **options).run()
+    transpose(codes.view(x.shape), col)
 
 
 def _partial_amax(x: Tensor) -> tuple[Tensor, int]:

@@ -45,7 +45,9 @@ def dequantize(
     return (out.t() if col else out).to(dtype)
 
 
-def unscaled(data: Tensor, scale: Tensor | None, cast: Cast, c: int, *, col: bool = False) -> Tensor:
+def unscaled(
+    data: Tensor, scale: Tensor | None, cast: Cast, c: int, *, col: bool = False
+) -> Tensor:
     """fp32 `[R, C]`, contraction last: codes times block scales, without a global amax."""
     fmt = cast.format
     assert scale is not None and fmt.element is not None

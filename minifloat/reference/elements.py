@@ -15,7 +15,9 @@ _VALUES4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def encode(x: Tensor, element: Element, u: Tensor | None = None) -> Tensor:
-    """fp32 values -> uint8 codes (unpacked). Saturates at +-max; `u` in (0, 1) rounds stochastically.
+    """fp32 values -> uint8 codes (unpacked), saturating at +-max.
+
+    To nearest even; or stochastically, by uniforms `u` in (0, 1).
 
     The clamp comes first: PyTorch 2.11 casts what overflows to NaN, 2.13 saturates.
     """

@@ -70,7 +70,9 @@ def _alpha(o: Operand) -> Tensor:
 def _block_matmul(a: Operand, b: Operand) -> Tensor:
     fa, fb = a.cast.format, b.cast.format
     if fa.square and fb.square:
-        raise ValueError(f"no GEMM multiplies {fa.name} by {fb.name}: one operand must have 1-D blocks")
+        raise ValueError(
+            f"no GEMM multiplies {fa.name} by {fb.name}: one operand must have 1-D blocks"
+        )
     assert fa.element is not None and fb.element is not None
     av, bv = decode(a.data, fa.element), decode(b.data, fb.element)
     m, n, k = av.shape[0], bv.shape[0], a.columns

@@ -40,9 +40,10 @@ def uniform16(rows: int, columns: int, seed: Tensor, stream: int) -> Tensor:
     """One uniform `(r + 0.5) / 2**16`, r in [0, 2**16), per element of `[rows, columns]`.
 
     `columns` is a multiple of 8: one Philox call serves 8 consecutive elements, 16 bits each, low
-    half-word first. Call n covers elements `[8n, 8n + 8)` of the row-major matrix and has the counter
-    `(n mod 2**32, n div 2**32, offset mod 2**32, stream)` under the key (seed mod, div 2**32), for
-    `seed = tensor([seed, offset])`. The half keeps the mean: rounding is unbiased to 2**-17 of a step.
+    half-word first. Call n covers elements `[8n, 8n + 8)` of the row-major matrix and has the
+    counter `(n mod 2**32, n div 2**32, offset mod 2**32, stream)` under the key (seed mod, div
+    2**32), for `seed = tensor([seed, offset])`. The half keeps the mean: rounding is unbiased to
+    2**-17 of a step.
     """
     n = torch.arange(rows * (columns // 8), device=seed.device)
     zero = torch.zeros_like(n)

@@ -2,8 +2,8 @@
 
     orient (col: transpose) -> transform -> amax per tile -> scale -> round
 
-`x` is 2-D here; the shapes of N-D tensors are `dispatch`'s business. A partial tile's amax comes from
-its real elements (zeros pad it, and zeros never raise an amax); stored padding is zero.
+`x` is 2-D here; the shapes of N-D tensors are `dispatch`'s business. A partial tile's amax comes
+from its real elements (zeros pad it, and zeros never raise an amax); stored padding is zero.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .scales import (
     TwoLevel,
     block_multiplier,
     block_scale,
+    divide,
     e4m3_scale,
     e8m0_from_amax,
     e8m0_multiplier,
@@ -83,8 +84,8 @@ def fake_quantize(
 ) -> Tensor:
     """The bf16 matrix whose GEMM is the format's arithmetic: codes times block scales, exactly.
 
-    Without the global amax of a two-level format, which the GEMM applies. A column copy comes back in
-    the orientation of the source, `[rows kept, K]`: bf16 GEMMs read either layout.
+    Without the global amax of a two-level format, which the GEMM applies. A column copy comes back
+    in the orientation of the source, `[rows kept, K]`: bf16 GEMMs read either layout.
     """
     data, scale, _ = quantize(x, cast, col=col, amax=amax, seed=seed)
     c = cast.format.columns(x.shape[0] if col else x.shape[1], cast.transforms)
@@ -154,7 +155,9 @@ def _blocks(
             amax_ = amax[:, None]
         else:
             amax_ = amax
-        scale = _four_over_six(tiles, block, g, amax_, cast) if cast.error else block_scale(block, g)
+        scale = (
+            _four_over_six(tiles, block, g, amax_, cast) if cast.error else block_scale(block, g)
+        )
         multiplier = block_multiplier(scale, g)
     u = None
     if cast.stochastic:
@@ -179,7 +182,7 @@ def _four_over_six(tiles: Tensor, block: Tensor, g: TwoLevel, amax: Tensor, cast
     A candidate's error is summed over the block's 16 columns in index order; over the 16 rows of a
     2-D tile by halves (8, 4, 2, 1).
     """
-    base = (block / E2M1.max) * g.encode
+    base = divide(block, E2M1.max) * g.encode
     candidates = (e4m3_scale(base), e4m3_scale(1.5 * base))
     errors = []
     for byte in candidates:
@@ -190,7 +193,7 @@ def _four_over_six(tiles: Tensor, block: Tensor, g: TwoLevel, amax: Tensor, cast
 
 def _error(codes: Tensor, byte: Tensor, tiles: Tensor, amax: Tensor, cast: Cast) -> Tensor:
     sf = decode(byte, E4M3)[:, None, :, None]
-    value = decode(codes, E2M1) * sf * amax.reshape(-1, 1, 1, 1) / (E2M1.max * cast.scale_max)
+    value = divide(decode(codes, E2M1) * sf * amax.reshape(-1, 1, 1, 1), E2M1.max * cast.scale_max)
     err = (value - tiles).abs() if cast.error == "MAE" else (value - tiles) ** 2
     total = err[..., 0]
     for i in range(1, err.shape[-1]):

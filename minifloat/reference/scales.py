@@ -10,7 +10,14 @@ from torch import Tensor
 from ..formats import E2M1, E4M3, FP32_MAX, Cast, Element
 from .elements import decode, encode
 
-__all__ = ["e8m0_decode", "e8m0_from_amax", "e8m0_multiplier", "fp8_scale", "reciprocal"]
+__all__ = [
+    "divide",
+    "e8m0_decode",
+    "e8m0_from_amax",
+    "e8m0_multiplier",
+    "fp8_scale",
+    "reciprocal",
+]
 
 _MANTISSA = 0x7FFFFF
 _SUBNORMAL_HALF = 0x400000  # 2**-127, the power of two below the smallest normal number
@@ -19,6 +26,11 @@ _SUBNORMAL_HALF = 0x400000  # 2**-127, the power of two below the smallest norma
 def reciprocal(x: Tensor) -> Tensor:
     """1/x, rounded to nearest: the division, never an approximate reciprocal."""
     return torch.ones_like(x) / x
+
+
+def divide(x: Tensor, value: float) -> Tensor:
+    """x/value, rounded to nearest. By a tensor: CUDA multiplies by the reciprocal of a scalar."""
+    return x / torch.full_like(x, value)
 
 
 def f32(value: float) -> float:

@@ -30,9 +30,18 @@ NO_KERNELS = {"entry", "variant"}
 # Bytes a kernel may spill, stores and loads together, by a pattern of its id. What is not listed
 # may spill nothing. A reason goes with each line.
 MAY_SPILL: dict[str, int] = {}
-# CI: one dtype and element, in both directions at once, on one architecture; kernels that have
-# neither dtype nor direction in their names are few and all compiled.
-IN_CI = re.compile(r"^(?!.*(_fp16_|_fp32_|_row_|_col_|e5m2)).*-sm90$")
+# CI: bf16 and E4M3 in partial tiles (more code than whole ones), in both directions at once, and of
+# NVFP4, whose kernels take seconds each, the three options that differ most.
+IN_CI = re.compile(
+    r"""
+    ^(tensorwise|blocks|dequantize|fp4_amax)-(?!.*e5m2).*bf16_4097x4000-
+    | ^(transpose|swizzle)-
+    | finish-
+    | ^fp4-fp4_(plain|stochastic|tiles)_both_bf16_4097x4000-
+    | ^fp4-fp4_plain_both_bf16_4097x4000_fake-
+    """,
+    re.VERBOSE,
+)
 
 
 def modules() -> dict[str, Any]:
@@ -47,7 +56,7 @@ def parameters() -> Iterator[Any]:
         for variant in module.variants():
             for arch in ARCHES:
                 key = f"{name}-{variant.name}-sm{arch}"
-                marks = () if IN_CI.match(key) else (pytest.mark.deep,)
+                marks = () if IN_CI.search(key) else (pytest.mark.deep,)
                 yield pytest.param(variant, arch, id=key, marks=marks)
 
 
@@ -80,8 +89,7 @@ def compile_ptx(variant: Variant, arch: int) -> str:
     options = {
         "num_warps": variant.num_warps,
         "num_stages": variant.num_stages,
-        # NVFP4's kernels forbid it, for exactness; the others have no sums of products.
-        "enable_fp_fusion": False,
+        "enable_fp_fusion": False,  # as `Launch.run` has it
     }
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return str(compiled.asm["ptx"])
@@ -103,7 +111,10 @@ def allowed(key: str) -> int:
     return max((n for pattern, n in MAY_SPILL.items() if re.search(pattern, key)), default=0)
 
 
-@pytest.mark.parametrize(("variant", "arch"), parameters())
+PARAMETERS = list(parameters())
+
+
+@pytest.mark.parametrize(("variant", "arch"), PARAMETERS)
 def test_compiles_without_spills(
     variant: Variant, arch: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -113,19 +124,21 @@ def test_compiles_without_spills(
     assert found <= allowed(key), f"{key} spills {found} bytes per thread"
 
 
-def test_every_kernel_is_a_variant() -> None:
-    """A kernel that no variant names would not be compiled here."""
+def test_every_kernel_is_compiled_in_ci() -> None:
+    """A kernel that no variant names would not be compiled at all."""
     for name, module in modules().items():
-        of_kernel = {variant.fn.fn.__name__ for variant in module.variants()}
-        defined = {
+        kernels_ = {
             n
             for n, f in vars(module).items()
             if isinstance(f, triton.JITFunction)
             and f.fn.__module__ == module.__name__
             and n.endswith("_kernel")
         }
-        assert defined, f"{name}: no function is named *_kernel"
-        assert defined == of_kernel, name
+        assert kernels_, f"{name}: no function is named *_kernel"
+        for arch in ARCHES:
+            ids = [(v, f"{name}-{v.name}-sm{arch}") for v in module.variants()]
+            compiled = {v.fn.fn.__name__ for v, key in ids if IN_CI.search(key)}
+            assert compiled == kernels_, f"{name}, sm_{arch}"
 
 
 def test_spills_are_found(tmp_path: Path) -> None:
@@ -152,6 +165,6 @@ ret;
 
 
 def test_the_allowances_are_used() -> None:
-    keys = [p.id for p in parameters()]
+    keys = [p.id for p in PARAMETERS]
     unused = [p for p in MAY_SPILL if not any(re.search(p, key) for key in keys)]
     assert not unused, "patterns that no variant matches"
