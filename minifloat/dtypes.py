@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from enum import IntEnum
 
 import torch
@@ -29,9 +30,9 @@ class DType(IntEnum):
         if isinstance(value, torch.dtype):
             if value in TE_DType:
                 return TE_DType[value]
-        elif isinstance(value, int) or hasattr(value, "__int__"):
+        elif hasattr(value, "__index__"):
             try:
-                return cls(int(value))
+                return cls(operator.index(value))
             except ValueError:
                 pass
         allowed = ", ".join(f"DType.{m.name}" for m in cls)

@@ -4,9 +4,9 @@ A format says how a matrix `t[R, C]`, contraction last, is held:
 
     t ~ data * broadcast(scale)            (times the global scale of a two-level format)
 
-with one amax per `tile` and one stored scale per `scale_tile`. The *column* copy of `t[M, K]` is the
-same thing for its transpose: R = K, C = M. Every number that belongs to a format lives here and
-nowhere else.
+with one amax per `tile` and one stored scale per `scale_tile`. The *column* copy of `t[M, K]` is
+the same thing for its transpose: R = K, C = M. Every number that belongs to a format lives here
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Element:
     @property
     def tiny(self) -> float:
         """The smallest positive (subnormal) value."""
-        return 2.0 ** (2 - 2 ** (self.exponent - 1) - self.mantissa)
+        return float(2.0 ** (2 - 2 ** (self.exponent - 1) - self.mantissa))
 
 
 E4M3 = Element("e4m3", DType.kFloat8E4M3, torch.float8_e4m3fn, 4, 3, 448.0)
@@ -234,10 +234,10 @@ class Cast(Value):
     """What one quantization does to one direction of a tensor: a format and its options.
 
     The value that every quantize op takes. `hadamard` is the sign mask of the random Hadamard
-    transform along the contraction, or -1 for no transform; `error` is "" or the error norm by which
-    4-over-6 chooses a block's scale; `scale_max` is the largest E4M3 block scale a two-level format
-    aims at; `row_scaled` gives each row its own global amax; `dtype` is the high-precision dtype to
-    cast to, or None to keep the input's.
+    transform along the contraction, or -1 for no transform; `error` is "" or the error norm by
+    which 4-over-6 chooses a block's scale; `scale_max` is the largest E4M3 block scale a two-level
+    format aims at; `row_scaled` gives each row its own global amax; `dtype` is the high-precision
+    dtype to cast to, or None to keep the input's.
     """
 
     format_name: str
@@ -264,7 +264,9 @@ class Cast(Value):
     def _derived(self) -> dict[str, Any]:
         fmt = FORMATS.get(self.format_name)
         if fmt is None:
-            raise ValueError(f"format_name: got {self.format_name!r}; formats: {', '.join(FORMATS)}")
+            raise ValueError(
+                f"format_name: got {self.format_name!r}; formats: {', '.join(FORMATS)}"
+            )
         self._refuse_nonsense(fmt)
         return {
             "format": fmt,
@@ -277,8 +279,14 @@ class Cast(Value):
         transforms = self.hadamard >= 0
         if not (self.eps >= 0.0 and math.isfinite(self.eps)):
             raise ValueError(f"eps: got {self.eps!r}; it must be finite and >= 0")
-        if self.pow2 and fmt.scale is not Scale.F32:
-            raise ValueError(f"pow2: {fmt.name} has no fp32 scales to round to powers of two")
+        if (self.pow2 or self.eps) and fmt.scale is not Scale.F32:
+            raise ValueError(f"pow2, eps: {fmt.name} has no fp32 scales; they belong to fp8")
+        if isinstance(self.hadamard, bool) or not -1 <= self.hadamard < 1 << HADAMARD:
+            raise ValueError(f"hadamard: got {self.hadamard!r}; a 16-bit sign mask, or -1 for none")
+        if self.dtype is not None and fmt.element is not None:
+            raise ValueError(f"dtype: {fmt.name} has its own element; a dtype is for high precision")
+        if self.scale_max != E4M3.max and not fmt.two_level:
+            raise ValueError(f"scale_max: {fmt.name} has no E4M3 scales; it belongs to nvfp4")
         special = transforms or self.stochastic or self.row_scaled or self.error
         if special and not fmt.two_level:
             raise ValueError(

@@ -13,14 +13,20 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 try:
     from torch._library.opaque_object import MemberType, is_opaque_value_type, register_opaque_type
     from torch._opaque_base import OpaqueBaseMeta
 except ImportError:  # a PyTorch without opaque objects: values stay ordinary Python objects
     AVAILABLE = False
-    OpaqueBaseMeta = type
+
+    class OpaqueBaseMeta(type):  # type: ignore[no-redef]
+        """A metaclass that others combine with, as PyTorch's would be."""
+
 else:
     AVAILABLE = True
 
@@ -29,7 +35,7 @@ __all__ = ["AVAILABLE", "OpaqueABCMeta", "Value", "is_registered", "register"]
 T = TypeVar("T", bound=type)
 
 
-class OpaqueABCMeta(OpaqueBaseMeta, ABCMeta):  # type: ignore[misc,valid-type]
+class OpaqueABCMeta(OpaqueBaseMeta, ABCMeta):
     """Metaclass of concrete value classes that derive from an abstract base."""
 
 
@@ -66,14 +72,15 @@ class Value(metaclass=OpaqueBaseMeta):
 
     _fields: ClassVar[tuple[str, ...]] = ()
     _defaults: ClassVar[tuple[Any, ...]] = ()
-    _interned: ClassVar[dict[tuple[Any, ...], Value]] = {}
+    _interned: ClassVar[dict[tuple[Any, ...], Any]] = {}
     _key: tuple[Any, ...]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if len(args) != len(cls._fields) or kwargs:
             args = cls._bind(args, kwargs)
         key = (cls, *args)
-        self = Value._interned.get(key)
+        typed = (key, *map(type, args))  # True == 1, but it prints otherwise
+        self: Self | None = Value._interned.get(typed)
         if self is None:
             self = object.__new__(cls)
             for name, value in zip(cls._fields, args, strict=True):
@@ -81,11 +88,13 @@ class Value(metaclass=OpaqueBaseMeta):
             object.__setattr__(self, "_key", key)
             for name, value in self._derived().items():
                 object.__setattr__(self, name, value)
-            self = Value._interned.setdefault(key, self)
+            self = Value._interned.setdefault(typed, self)
         return self
 
     @classmethod
     def _bind(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if len(args) > len(cls._fields):
+            raise TypeError(f"{cls.__name__}: got {len(args)} values; fields: {cls._fields}")
         first_default = len(cls._fields) - len(cls._defaults)
         bound = list(args)
         for i, name in enumerate(cls._fields[len(args) :], len(args)):
@@ -108,7 +117,7 @@ class Value(metaclass=OpaqueBaseMeta):
         """
         return {}
 
-    def replace(self, **changes: Any) -> Any:
+    def replace(self, **changes: Any) -> Self:
         """The value that differs from this one in `changes`."""
         unknown = set(changes) - set(self._fields)
         if unknown:
@@ -125,7 +134,7 @@ class Value(metaclass=OpaqueBaseMeta):
 
     def __eq__(self, other: object) -> bool:
         # Identity decides for live objects; the key, for a copy that tracing made behind our back.
-        return self is other or (type(self) is type(other) and self._key == other._key)  # type: ignore[attr-defined]
+        return self is other or (type(self) is type(other) and self._key == other._key)
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -133,10 +142,10 @@ class Value(metaclass=OpaqueBaseMeta):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._key[1:]
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: object) -> Any:
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
     def __repr__(self) -> str:

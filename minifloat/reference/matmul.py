@@ -83,9 +83,24 @@ def _block_matmul(a: Operand, b: Operand) -> Tensor:
         partial = av[:, i * step : (i + 1) * step] @ bv[:, i * step : (i + 1) * step].t()
         va, vb = sa[:, i, None], sb[None, :, i]
         first, second = (vb, va) if fa.square else (va, vb)
-        # One rounding for the multiply-add: fp64 holds the product of two fp32 numbers exactly.
-        y = ((partial * first).double() * second.double() + y.double()).float()
+        y = _fma(partial * first, second, y)
     return y
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """`a * b + c` of fp32 numbers with one rounding.
+
+    fp64 holds the product exactly; its sum with c is rounded to odd, which keeps what the second
+    rounding, to fp32, has to know.
+    """
+    p, z = a.double() * b.double(), c.double()
+    total = p + z
+    t = total - p
+    lost = (p - (total - t)) + (z - t)  # what the sum dropped, exactly
+    bits = total.view(torch.int64)
+    odd = torch.where((lost > 0) == (total > 0), bits + 1, bits - 1)
+    inexact = (lost != 0) & (bits & 1 == 0) & total.isfinite()
+    return torch.where(inexact, odd, bits).view(torch.float64).float()
 
 
 def _row_scales(o: Operand, rows: int) -> Tensor:

@@ -54,12 +54,12 @@ def quantize(
         if amax is None:
             amax = _amax_all(t)
         scale = fp8_scale(amax, _element(cast), eps=cast.eps, pow2=cast.pow2)
-        return encode(t * scale, _element(cast)), reciprocal(scale), None
+        return encode(t * scale, _element(cast)).contiguous(), reciprocal(scale), None
     codes, scale, amax = _blocks(t, x.dtype, cast, col, amax, seed)
     data = pack(codes) if _element(cast).per_byte == 2 else codes
     if col and not fmt.col_transposed:
         data, scale = data.t().contiguous(), scale.t().contiguous()
-    return data, scale, amax
+    return data, scale, amax if fmt.two_level else None
 
 
 def quantize_scaled(x: Tensor, scale: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:

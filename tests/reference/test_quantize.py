@@ -660,7 +660,7 @@ def test_compiled_with_any_number_of_rows(cast: Cast, col: bool) -> None:
 
 @traced(slow=lambda cast: cast.format.tile is not None)
 def test_compiled_with_any_shape(cast: Cast, col: bool) -> None:
-    """Any shape with several tiles and some padding: 1 tile and no padding are graphs of their own."""
+    """Several tiles and some padding; one tile and no padding are graphs of their own."""
     check_compiled(cast, col, [matrix((151, 201)), matrix((301, 331))], dynamic=True)
 
 
