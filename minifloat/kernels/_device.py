@@ -24,12 +24,8 @@ __all__ = [
     "encode",
     "fp8_scale",
     "fp32",
-    "load_quads",
     "load_tile",
-    "max_bits",
-    "store_quads",
     "store_tile",
-    "store_transposed",
 ]
 
 FP8: dict[Element, tl.dtype] = {E4M3: tl.float8e4nv, E5M2: tl.float8e5}
@@ -65,49 +61,6 @@ def store_tile(out, b, o_r, o_c, R, C, EVEN: tl.constexpr):
         tl.store(p_out, b)
     else:
         tl.store(p_out, b, mask=(o_r[:, None] < R) & (o_c[None, :] < C))
-
-
-@triton.jit
-def load_quads(x, o_w, o_k, stride):
-    """Rows 4 o_w + i of `x[:, o_k]`, i = 0 to 3: four tiles, so that a thread which holds a place
-    of one holds four consecutive elements of a column."""
-    p_x = x + (4 * o_w)[:, None] * stride + o_k[None, :]  # [BM/4, BK]
-    b_0 = tl.load(p_x)
-    b_1 = tl.load(p_x + stride)
-    b_2 = tl.load(p_x + 2 * stride)
-    b_3 = tl.load(p_x + 3 * stride)
-    return b_0, b_1, b_2, b_3
-
-
-@triton.jit
-def store_quads(out, b_0, b_1, b_2, b_3, o_w, o_k, K):
-    """The inverse, into a contiguous [., K)."""
-    p_out = out + (4 * o_w)[:, None] * K + o_k[None, :]  # [BM/4, BK]
-    tl.store(p_out, b_0)
-    tl.store(p_out + K, b_1)
-    tl.store(p_out + 2 * K, b_2)
-    tl.store(p_out + 3 * K, b_3)
-
-
-@triton.jit
-def store_transposed(out, b_0, b_1, b_2, b_3, o_w, o_k, M):
-    """`out[o_k, 4 o_w + i] = b_i transposed`, codes into a contiguous [., M), M a multiple of 4.
-
-    Four codes of a column make a word, and words cross shared memory: a quarter of the traffic of
-    bytes, and the 16-bit source need not cross it.
-    """
-    b_w = b_0.to(tl.uint32) | (b_1.to(tl.uint32) << 8)
-    b_w = tl.trans(b_w | (b_2.to(tl.uint32) << 16) | (b_3.to(tl.uint32) << 24))  # [BK, BM/4]
-    p_out = out.to(tl.pointer_type(tl.uint32)) + o_k[:, None] * (M // 4) + o_w[None, :]
-    tl.store(p_out, b_w)
-
-
-@triton.jit
-def max_bits(b_0, b_1, b_2, b_3):
-    """Bits of the largest |x| at each place of four tiles."""
-    return tl.maximum(
-        tl.maximum(abs_bits(b_0), abs_bits(b_1)), tl.maximum(abs_bits(b_2), abs_bits(b_3))
-    )
 
 
 @triton.jit
@@ -163,6 +116,10 @@ def encode(b_x, LIMIT: tl.constexpr, TYPE: tl.constexpr, CLAMP: tl.constexpr):
     fp8 store that was miscompiled (triton#11111). Symmetric limits make it one instruction
     (FMNMX.XORSIGN), and NaN two more. Without CLAMP, for values that fit unless their block holds
     Inf or NaN, saturation is left to the cast (cvt.rn.satfinite).
+
+    Store the codes or compute with them, but not both: kernels that did (words of four codes beside
+    the bytes, decoded values beside the codes) gave wrong bytes in whole bf16 tiles under Triton 3.6
+    and its ptxas 12.8. `python -m tests.exact` shows it within a minute.
     """
     if CLAMP:
         b_x = tl.where(b_x != b_x, b_x, tl.clamp(b_x, -LIMIT, LIMIT))

@@ -26,12 +26,8 @@ from ._device import (
     encode,
     fp8_scale,
     fp32,
-    load_quads,
     load_tile,
-    max_bits,
-    store_quads,
     store_tile,
-    store_transposed,
 )
 from .transpose import transpose
 from .variant import Config, Launch, Variant, samples
@@ -53,7 +49,6 @@ CONFIGS = {
     "e8m0_both": Config(32, 128, 2),
     "e8m0_square": Config(32, 256, 4),
     "e8m0_fake": Config(32, 128, 4),
-    "e8m0_fake_packed": Config(32, 32, 1),
 }
 # A tile of a padded E8M0 scale matrix holds 128 rows and the scales of 128 elements.
 E8M0_PAD = 128
@@ -145,20 +140,8 @@ def f32_kernel(
     i_k = (i_t % n_k).to(tl.int64)
     o_m = i_m * BM + tl.arange(0, BM)
     o_k = i_k * BK + tl.arange(0, BK)
-    if SQUARE and COL and EVEN:
-        o_w = i_m * (BM // 4) + tl.arange(0, BM // 4)
-        b_0, b_1, b_2, b_3 = load_quads(x, o_w, o_k, stride)  # [BM/4, BK]
-        top = tl.max(max_bits(b_0, b_1, b_2, b_3)).to(tl.float32, bitcast=True)
-        s = fp8_scale(top, eps, LIMIT, INF, POW2)
-        b_0 = encode(b_0.to(tl.float32) * s, LIMIT, TYPE, False)
-        b_1 = encode(b_1.to(tl.float32) * s, LIMIT, TYPE, False)
-        b_2 = encode(b_2.to(tl.float32) * s, LIMIT, TYPE, False)
-        b_3 = encode(b_3.to(tl.float32) * s, LIMIT, TYPE, False)
-        store_transposed(col, b_0, b_1, b_2, b_3, o_w, o_k, M)
-        if ROW:
-            store_quads(row, b_0, b_1, b_2, b_3, o_w, o_k, K)
-    elif SQUARE:
-        b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
+    b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
+    if SQUARE:
         s = fp8_scale(amax(b_x, None), eps, LIMIT, INF, POW2)
         if ROW:
             b_q = encode(b_x.to(tl.float32) * s, LIMIT, TYPE, False)
@@ -166,14 +149,12 @@ def f32_kernel(
         if COL:
             b_q = encode(tl.trans(b_x).to(tl.float32) * s, LIMIT, TYPE, False)
             store_tile(col, b_q, o_k, o_m, K, M, EVEN)
-    if SQUARE:
         d = tl.div_rn(1.0, s)
         if ROW_SCALE:
             store_square_scale(row_scale, d, i_m, i_k, n_k)
         if COL_SCALE:
             store_square_scale(col_scale, d, i_k, i_m, tl.cdiv(M, BM))
     else:
-        b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
         # Both amaxes before both casts: the widened tile need not live through them.
         if ROW:
             b_r = line_amax(b_x, 1, BM)  # [BM]
@@ -358,7 +339,9 @@ def fake_blocks(
     if cast is None or x.numel() == 0:
         return
     _check(cast)
-    _e8m0(x, cast, None, None, col_data, col_scale, row_out=row_out, col_out=col_out).run()
+    _e8m0(x, cast, None, None, None, None, row_out=row_out, col_out=col_out).run()
+    if col_data is not None:  # a second read: see `encode` on storing codes beside their values
+        _e8m0(x, cast, None, None, col_data, col_scale).run()
 
 
 def _check(cast: Cast) -> None:
@@ -428,7 +411,7 @@ def _e8m0(
     cols = col if col is not None else col_out
     kind = _kind(fmt.square, rows, cols)
     if kind == "both" and row_out is not None:
-        kind = "fake" if col is None else "fake_packed"
+        kind = "fake"
     config = config or CONFIGS[f"e8m0_{kind}"]
     m, k = x.shape
     args = {
@@ -466,7 +449,7 @@ def _kind(square: bool, row: Tensor | None, col: Tensor | None) -> str:
 
 
 def variants() -> Iterator[Variant]:
-    """Each format, by direction; with E8M0 scales, also the bf16 values and the packed column."""
+    """Each format, by direction; with E8M0 scales, also the bf16 values."""
     code = torch.empty(1, dtype=torch.uint8, device="meta")
     number = torch.empty(1, dtype=torch.float32, device="meta")
     value = torch.empty(1, dtype=torch.bfloat16, device="meta")
@@ -486,5 +469,5 @@ def variants() -> Iterator[Variant]:
                     continue
                 yield Variant.of(name, _e8m0(sample.x, cast, *r, *c))
                 v, w = value if row else None, value if col else None
-                launch = _e8m0(sample.x, cast, None, None, *c, row_out=v, col_out=w)
+                launch = _e8m0(sample.x, cast, None, None, None, None, row_out=v, col_out=w)
                 yield Variant.of(f"fake_{name}", launch)

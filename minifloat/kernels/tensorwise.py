@@ -1,8 +1,9 @@
 """FP8 with one scale for the tensor: amax, current scaling, delayed scaling.
 
-The column copy is the transposed row copy. In whole tiles, codes of four consecutive rows make a
-word and words are transposed (`store_transposed`); in partial ones the 16-bit source tile is. Tiles
-run from the last to the first: what the producer, or the amax pass, touched last is still in L2.
+The column copy is the transposed row copy. It is made from a transposed tile of the *source*:
+16-bit elements cross shared memory eight at a time (ldmatrix.trans), where codes would cross it
+byte by byte, and casting twice costs less than that. Tiles run from the last to the first: what
+the producer, or the amax pass, touched last is still in L2.
 """
 
 from __future__ import annotations
@@ -16,26 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import E4M3, E5M2, FP32_MAX, Element, cdiv
-from ._device import (
-    FP8,
-    abs_bits,
-    encode,
-    fp8_scale,
-    load_quads,
-    load_tile,
-    max_bits,
-    store_quads,
-    store_tile,
-    store_transposed,
-)
+from ._device import FP8, abs_bits, encode, fp8_scale, load_tile, store_tile
 from .transpose import transpose
 from .variant import Config, Launch, Variant, samples
 
 __all__ = ["amax", "cast_current", "cast_scaled", "variants"]
 
 # Programs of an amax pass, each with a partial maximum that every program of the cast reads again:
-# about four per multiprocessor of an H200. 1024 to 4096 of them gain 1 to 3% of the amax pass.
-PARTIALS = 512
+# about eight per multiprocessor of an H200. 512 are 2% slower, 4096 as fast.
+PARTIALS = 1024
 # The fastest of scripts/tune_kernels on an H200 at 8192x8192 bf16, or within 1% of it. A column
 # store needs m = 128 to fill 128-byte lines.
 CONFIGS = {
@@ -43,7 +33,7 @@ CONFIGS = {
     "finish": Config(1, PARTIALS, 4),
     "row": Config(64, 256, 4),
     "col": Config(128, 64, 4),
-    "both": Config(128, 64, 4),
+    "both": Config(64, 128, 4),
 }
 
 
@@ -111,41 +101,22 @@ def cast_kernel(
     i_k = (i_t % n_k).to(tl.int64)
     o_m = i_m * BM + tl.arange(0, BM)
     o_k = i_k * BK + tl.arange(0, BK)
-    QUADS: tl.constexpr = COL and EVEN
     # The tile is asked for before the scale, so that the two latencies overlap.
-    if QUADS:
-        o_w = i_m * (BM // 4) + tl.arange(0, BM // 4)
-        b_0, b_1, b_2, b_3 = load_quads(x, o_w, o_k, stride)  # [BM/4, BK]
-    else:
-        b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
+    b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
     if SCALED:
         scale = tl.load(source)
         if AMAX:
-            # Not an expression: Triton compiles both sides of one.
-            if QUADS:  # noqa: SIM108
-                seen = tl.max(max_bits(b_0, b_1, b_2, b_3))
-            else:
-                seen = tl.max(abs_bits(b_x))
-            tl.atomic_max(amax, seen, sem="relaxed")
+            tl.atomic_max(amax, tl.max(abs_bits(b_x)), sem="relaxed")
     else:
         scale = fp8_scale(load_max(source, n, PARTIALS), eps, LIMIT, INF, POW2)
     if i_p == 0:
         tl.store(scale_inv, tl.div_rn(1.0, scale))
-    if QUADS:
-        b_0 = encode(b_0.to(tl.float32) * scale, LIMIT, TYPE, True)
-        b_1 = encode(b_1.to(tl.float32) * scale, LIMIT, TYPE, True)
-        b_2 = encode(b_2.to(tl.float32) * scale, LIMIT, TYPE, True)
-        b_3 = encode(b_3.to(tl.float32) * scale, LIMIT, TYPE, True)
-        if ROW:
-            store_quads(row, b_0, b_1, b_2, b_3, o_w, o_k, K)
-        store_transposed(col, b_0, b_1, b_2, b_3, o_w, o_k, M)
-    else:
-        if ROW:
-            b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)  # [BM, BK]
-            store_tile(row, b_q, o_m, o_k, M, K, EVEN)
-        if COL:
-            b_q = encode(tl.trans(b_x).to(tl.float32) * scale, LIMIT, TYPE, True)  # [BK, BM]
-            store_tile(col, b_q, o_k, o_m, K, M, EVEN)
+    if ROW:
+        b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)  # [BM, BK]
+        store_tile(row, b_q, o_m, o_k, M, K, EVEN)
+    if COL:
+        b_q = encode(tl.trans(b_x).to(tl.float32) * scale, LIMIT, TYPE, True)  # [BK, BM]
+        store_tile(col, b_q, o_k, o_m, K, M, EVEN)
 
 
 def amax(x: Tensor, out: Tensor) -> None:
