@@ -29,9 +29,11 @@ from .tensors import (
     NVFP4TensorStorage,
     QuantizedTensor,
     QuantizedTensorStorage,
+    flatten_state_dict,
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
+    unflatten_state_dict,
 )
 
 __all__ = [
@@ -63,8 +65,10 @@ __all__ = [
     "UsageError",
     "__version__",
     "dynamo",
+    "flatten_state_dict",
     "prepare_for_saving",
     "reference",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "unflatten_state_dict",
 ]

@@ -14,10 +14,13 @@ from ..quantizers import (
     NVFP4Quantizer,
 )
 from .blockwise import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+from .flat import flatten_state_dict, unflatten_state_dict
 from .float8 import Float8Tensor, Float8TensorStorage
 from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage
 from .identity import IdentityTensor, IdentityTensorStorage
+from .kept import Template as _Template
 from .mxfp8 import MXFP8Tensor, MXFP8TensorStorage
+from .nominal import keep_quantized_parameters as _keep_quantized_parameters
 from .nvfp4 import NVFP4Tensor, NVFP4TensorStorage
 from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .storage import QuantizedTensorStorage
@@ -38,15 +41,18 @@ __all__ = [
     "NVFP4TensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
+    "flatten_state_dict",
     "prepare_for_saving",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "unflatten_state_dict",
 ]
 
 # What `torch.load(weights_only=True)` may rebuild: our classes, their enum, and two functions.
 _torch.serialization.add_safe_globals(
     [
         _DType,
+        _Template,
         _rebuild_quantizer,
         _rebuild_tensor,
         Float8BlockQuantizer,
@@ -70,3 +76,5 @@ _torch.serialization.add_safe_globals(
         NVFP4TensorStorage,
     ]
 )
+
+_keep_quantized_parameters()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..dtypes import DType
@@ -40,10 +38,8 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage, quantizers=(Float8Bl
 
     def _cast(self, col: bool) -> Cast:
         tile = (128, 128) if self._is_2D_scaled else (1, 128)
-        return Cast(find_format(ELEMENTS[self._fp8_dtype], Scale.F32, tile).name)
-
-    def _slice_rows(self, start: int, end: int) -> Any:
-        return NotImplemented
+        cast: Cast = Cast(find_format(ELEMENTS[self._fp8_dtype], Scale.F32, tile).name)
+        return cast
 
 
 class Float8BlockwiseQTensor(

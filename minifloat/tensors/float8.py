@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..dtypes import DType
 from ..formats import ELEMENTS, Cast, Scale, find_format
-from ..layout import flatten
 from ..quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
 from .storage import Inner, Plain, QuantizedTensorStorage
 from .tensor import QuantizedTensor
@@ -38,10 +35,12 @@ class Float8TensorStorage(QuantizedTensorStorage, quantizers=_QUANTIZERS):
     _fp8_dtype: DType
 
     def _cast(self, col: bool) -> Cast:
-        return Cast(find_format(ELEMENTS[self._fp8_dtype], Scale.F32, None).name)
+        cast: Cast = Cast(find_format(ELEMENTS[self._fp8_dtype], Scale.F32, None).name)
+        return cast
 
     @property
     def _transpose_invalid(self) -> bool:
+        """Never metadata: a transpose is there or it is not, and no other is kept."""
         return self._transpose is None
 
     def _create_transpose(self) -> None:
@@ -55,25 +54,6 @@ class Float8TensorStorage(QuantizedTensorStorage, quantizers=_QUANTIZERS):
             self._transpose = None
 
     remove_caches = _reset_caches
-
-    def _slice_rows(self, start: int, end: int) -> Any:
-        """Rows [start, end) of the first dim: any slice, for one scale serves all elements."""
-        shape = (end - start, *self.shape[1:])
-        if self._data is None or len(self.shape) < 2:
-            return NotImplemented if self._data is None else self._like(
-                {"_data": self._data[start:end], "_transpose": None, "_scale_inv": self._scale_inv},
-                shape,
-            )  # fmt: skip
-        transpose = None
-        if self._transpose is not None:
-            m, k = flatten(self.shape)
-            inner = m // max(self.shape[0], 1)
-            rows = self._transpose.reshape(k, m)[:, start * inner : end * inner]
-            transpose = rows.reshape(k, *shape[:-1])
-        return self._like(
-            {"_data": self._data[start:end], "_transpose": transpose, "_scale_inv": self._scale_inv},
-            shape,
-        )
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor, quantizers=_QUANTIZERS):

@@ -8,26 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import Operand
+from ..formats import Cast, Operand
 from ..quantizers import HybridQuantizer, UsageError
 from ..quantizers.hybrid import COL, ROW
+from .kept import LIVE
 from .storage import QuantizedTensorStorage, _missing
 from .tensor import QuantizedTensor
 
 __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage"]
 
-_PREFIX = {"_rowwise_storage": ROW, "_columnwise_storage": COL}
-_SUBS = (("_rowwise_storage", "rowwise_storage"), ("_columnwise_storage", "columnwise_storage"))
+_SUB = {"row": "_rowwise_storage", "col": "_columnwise_storage"}
+_PREFIX = {_SUB["row"]: ROW, _SUB["col"]: COL}
+_PART = {_SUB["row"]: "rowwise_quantizer", _SUB["col"]: "columnwise_quantizer"}
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage, quantizers=(HybridQuantizer,)):
     """`_rowwise_storage` serves rows, `_columnwise_storage` columns; each has its own format.
 
-    Its inner tensors are those of the two storages, under joined names: `_row_` or `_col_`, then the
-    attribute. They are also constructor arguments, from which the storages are made.
+    Its inner tensors are those of the two storages, under joined names: `_row_` or `_col_`, then
+    the attribute. They are also constructor arguments, from which the storages are made.
     """
 
     _POSITIONAL = ("rowwise_storage", "columnwise_storage", "quantizer")
+    _PAYLOAD = (
+        ("_rowwise_storage", "rowwise_storage"),
+        ("_columnwise_storage", "columnwise_storage"),
+    )
 
     _rowwise_storage: Any
     _columnwise_storage: Any
@@ -38,14 +44,19 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage, quantizers=(HybridQua
             raise TypeError(
                 f"quantizer: got {type(quantizer).__name__}; a HybridQuantizer is needed"
             )
-        for attr, kwarg in _SUBS:
+        # Inner tensors of a flat view are laid out for another shape than the tensor's.
+        size = kwargs.pop("laid_out", None) or (shape if shape is not None else kwargs.get("shape"))
+        for attr, kwarg in self._PAYLOAD:
             prefix = _PREFIX[attr]
             flat = {n[len(prefix) :]: kwargs.pop(n) for n in list(kwargs) if n.startswith(prefix)}
             flat = {n: t for n, t in flat.items() if t is not None}
             sub = kwargs.pop(kwarg, None)
             if flat:
-                part = quantizer.rowwise_quantizer if prefix == ROW else quantizer.columnwise_quantizer
-                size = shape if shape is not None else kwargs.get("shape")
+                if quantizer is None:
+                    raise TypeError(
+                        "quantizer: its parts say how to read the inner tensors; got None"
+                    )
+                part = getattr(quantizer, _PART[attr])
                 sub = part._assemble(size, kwargs.get("fake_dtype") or torch.float32, flat)
             setattr(self, attr, sub)
         super()._set_fields(kwargs, shape)
@@ -59,140 +70,180 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage, quantizers=(HybridQua
         return self._columnwise_storage
 
     def _subs(self) -> dict[str, Any]:
-        return {attr: getattr(self, attr) for attr, _ in _SUBS}
+        """The storages present, by attribute."""
+        subs = {attr: getattr(self, attr) for attr in _PREFIX}
+        return {attr: sub for attr, sub in subs.items() if sub is not None}
 
+    def _each(self, fn: Callable[[Any], Any]) -> dict[str, Any]:
+        """A payload: `fn` of each storage."""
+        subs = self._subs()
+        return {attr: fn(subs[attr]) if attr in subs else None for attr in _PREFIX}
+
+    # ------------------------------------------------------------------------------- reading
     def _derived_shape(self) -> tuple[int, ...]:
         for sub in self._subs().values():
-            if sub is not None:
-                return tuple(sub.shape)
+            return tuple(sub.shape)
         return ()
 
     def _has(self, copy: str) -> bool:
-        return self._subs()["_rowwise_storage" if copy == "row" else "_columnwise_storage"] is not None
+        sub = getattr(self, _SUB[copy])
+        return sub is not None and (sub._has("row") or sub._has("col"))
 
-    def _drop(self, copy: str) -> None:
-        setattr(self, "_rowwise_storage" if copy == "row" else "_columnwise_storage", None)
-
-    def _derive(self, copy: str) -> dict[str, Tensor]:
-        raise UsageError(_missing(self, "columnwise" if copy == "col" else "rowwise"))
+    def _cast(self, col: bool) -> Cast:
+        cast: Cast = getattr(self, _SUB["col" if col else "row"])._cast(col)
+        return cast
 
     def _buffers(self) -> dict[str, Tensor | None]:
         return {
             f"{_PREFIX[attr]}{name}": t
             for attr, sub in self._subs().items()
-            if sub is not None
             for name, t in sub._buffers().items()
         }
 
     def operand(self, col: bool) -> Operand:
-        sub = self._columnwise_storage if col else self._rowwise_storage
+        sub = getattr(self, _SUB["col" if col else "row"])
         if sub is None:
-            raise UsageError(_missing(self, "columnwise" if col else "rowwise"))
-        return sub.operand(col)  # type: ignore[no-any-return]
+            raise UsageError(_missing(self, "col" if col else "row"))
+        operand: Operand = sub.operand(col)
+        return operand
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
-        sub = self._rowwise_storage if self._rowwise_storage is not None else self._columnwise_storage
-        if sub is None:
-            raise UsageError(f"{type(self).__name__} holds no data to dequantize")
-        return sub._dequantize(dtype)  # type: ignore[no-any-return]
+        for sub in self._subs().values():
+            out: Tensor = sub._dequantize(dtype)
+            return out.reshape(self.shape)
+        raise UsageError(f"{type(self).__name__} holds no data to dequantize")
+
+    # ---------------------------------------------------------------------- usages and saving
+    def _drop(self, copy: str) -> None:
+        setattr(self, _SUB[copy], None)
+
+    def _derivable(self, copy: str) -> bool:
+        return False
+
+    def clear(self) -> None:
+        for sub in self._subs().values():
+            sub.clear()
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Any]:
         tensors: list[Tensor | None] = []
         for sub in self._subs().values():
-            if sub is not None:
-                tensors.extend(sub.prepare_for_saving()[0])
+            tensors.extend(sub.prepare_for_saving()[0])
         return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         rest = list(tensors)
         for sub in self._subs().values():
-            if sub is not None:
-                rest = sub.restore_from_saved(rest)
+            rest = sub.restore_from_saved(rest)
         return rest
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
         chosen = []
-        for want, sub, copy in (
-            (rowwise_data, self._rowwise_storage, "row_data"),
-            (columnwise_data, self._columnwise_storage, "col_data"),
-        ):
+        for copy, want in (("row", rowwise_data), ("col", columnwise_data)):
             if want:
-                chosen.append(None if sub is None else sub._part(copy))
+                sub = getattr(self, _SUB[copy])
+                chosen.append(None if sub is None else sub.get_data_tensors(**_only(copy)))
         return tuple(chosen) if len(chosen) != 1 else chosen[0]
 
-    def get_metadata(self) -> dict[str, Any]:
-        return {
-            **{kwarg: getattr(self, attr) for attr, kwarg in _SUBS},
-            "quantizer": self._quantizer,
-            "fake_dtype": self._dtype,
-        }
-
+    # ------------------------------------------------------------------------------- writing
     def _write_buffers(self, made: dict[str, Any], noop_flag: Tensor | None) -> None:
+        self._refuse_writes()
         for attr, sub in self._subs().items():
-            if sub is not None:
-                prefix = _PREFIX[attr]
-                src = {n[len(prefix) :]: t for n, t in made.items() if n.startswith(prefix)}
-                sub._write_buffers(src, noop_flag)
+            prefix = _PREFIX[attr]
+            new = {n[len(prefix) :]: t for n, t in made.items() if n.startswith(prefix)}
+            sub._write_buffers(new, noop_flag)
+
+    def _refuse_writes(self) -> None:
+        for sub in self._subs().values():
+            sub._refuse_writes()
 
     def copy_from_storage(self, src: Any) -> None:
-        if not isinstance(src, HybridQuantizedTensorStorage):
-            raise TypeError(f"src: got {type(src).__name__}; {type(self).__name__} is needed")
+        self._check_source(src)
+        self._refuse_writes()
         for attr, sub in self._subs().items():
-            other = getattr(src, attr)
-            if sub is not None and other is not None:
-                sub.copy_from_storage(other)
+            if attr in src._subs():
+                sub.copy_from_storage(src._subs()[attr])
 
-    def _plain_kwargs(self) -> dict[str, Any]:
-        return {
-            attr: None if sub is None else (type(sub), sub._plain_kwargs())
-            for attr, sub in self._subs().items()
-        }
+    def _check_source(self, src: Any) -> None:
+        super()._check_source(src)
+        for attr, sub in self._subs().items():
+            if attr in src._subs():
+                sub._check_source(src._subs()[attr])
 
-    # Every rebuilding of the object goes through its two storages.
+    def _difference(self, other: Any) -> str:
+        for attr, sub in self._subs().items():
+            theirs = other._subs().get(attr)
+            if theirs is None:
+                continue
+            if type(theirs) is not type(sub):
+                return f"got a {type(theirs).__name__}; this has a {type(sub).__name__}"
+            difference: str = sub._difference(theirs)
+            if difference:
+                return difference
+        return ""
+
+    # ------------------------------------------------------------- copies, through the storages
     def _mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         return self._each(lambda sub: sub._like(sub._mapped(fn)))
 
-    def _view_buffers(self, shape: Sequence[int]) -> dict[str, Any]:
-        return self._each(lambda sub: sub._like(sub._view_buffers(shape), shape))
+    def _aliased(self) -> Any:
+        return self._like(self._each(lambda sub: sub._aliased()))
 
-    def _each(self, fn: Callable[[Any], Any]) -> dict[str, Any]:
-        return {attr: None if sub is None else fn(sub) for attr, sub in self._subs().items()}
+    def _view_payload(self, shape: Sequence[int]) -> dict[str, Any]:
+        for sub in self._subs().values():
+            sub._view_payload(shape)  # raises where the view would have to stay flat
+        return self._each(lambda sub: sub._viewed(tuple(shape)))
 
-    def _like(self, buffers: dict[str, Any], shape: Sequence[int] | None = None, **kwargs: Any) -> Any:
-        subs = buffers if set(buffers) <= {a for a, _ in _SUBS} else self._each(
-            lambda sub: sub._like(sub._buffers())
-        )  # fmt: skip
-        made = {kwarg: subs.get(attr) for attr, kwarg in _SUBS}
-        dtype = kwargs.pop("dtype", None) or self._dtype
-        if isinstance(self, Tensor):
-            device = kwargs.pop("device", None) or self.device
-            out = type(self)(
-                self.shape if shape is None else shape,
-                dtype,
-                device=device,
-                quantizer=self._quantizer,
-                **made,
-                **kwargs,
-            )
-        else:
-            size = self._shape if shape is None else tuple(shape)
-            out = type(self)(**made, quantizer=self._quantizer, fake_dtype=dtype, shape=size)
-        out.amax_reduction_group = self.amax_reduction_group
-        return out
-
-    def _slice_rows(self, start: int, end: int) -> Any:
-        subs = self._each(lambda sub: sub._slice_rows(start, end))
-        if any(s is NotImplemented for s in subs.values()):
-            return NotImplemented
+    def _cut(self, start: int, end: int) -> Any:
+        subs = self._each(lambda sub: sub._cut(start, end))
+        if self._unflat is not None or any(subs[attr] is None for attr in self._subs()):
+            return None
         return self._like(subs, (end - start, *self.shape[1:]))
 
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        names, ctx = super().__tensor_flatten__()
-        ctx["nontensor_kwargs"] = {
-            k: v for k, v in ctx["nontensor_kwargs"].items() if k in ("quantizer", "fake_dtype")
-        }
-        return names, ctx
+    def _mark_zeros(self) -> None:
+        for sub in self._subs().values():
+            sub._mark_zeros()
 
+    # ---------------------------------------------------------------------------------- FSDP2
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        return tuple(
+            f"{_PREFIX[attr]}{name}"
+            for attr, sub in self._subs().items()
+            for name in sub.fsdp_buffer_fields()
+        )
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        buffers: list[Tensor] = []
+        metadata: dict[str, Any] = {}
+        for attr, sub in self._subs().items():
+            some, about = sub.fsdp_extract_buffers()
+            metadata[attr] = (len(some), about)
+            buffers.extend(some)
+        return tuple(buffers), metadata
+
+    def fsdp_assign_gathered(
+        self, gathered: Sequence[Tensor], metadata: dict[str, Any]
+    ) -> list[Tensor]:
+        rest, owned = list(gathered), []
+        for attr, (count, about) in metadata.items():
+            owned += getattr(self, attr).fsdp_assign_gathered(rest[:count], about)
+            rest = rest[count:]
+        return owned
+
+    def _check_shards(self, world: int, outer: Sequence[int]) -> None:
+        for sub in self._subs().values():
+            sub._check_shards(world, outer)
+
+    def _amax_is_global(self) -> bool:
+        return any(sub._amax_is_global() for sub in self._subs().values())
+
+    def _shared_buffers(self) -> list[Tensor]:
+        subs = [sub for sub in self._subs().values() if sub._amax_is_global()]
+        return [t for sub in subs for t in sub._shared_buffers()]
+
+    def _hollow_payload(self, shape: Sequence[int]) -> dict[str, Any]:
+        return self._each(lambda sub: sub._like(sub._hollow_payload(shape), shape))
+
+    # ------------------------------------------------------------------- flatten, unflatten
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, Tensor],
@@ -201,15 +252,18 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage, quantizers=(HybridQua
         outer_stride: Sequence[int] | None = None,
     ) -> Any:
         # The joined names are constructor arguments.
-        ctx = {**ctx, "nontensor_kwargs": {**ctx["nontensor_kwargs"], **inner_tensors}}
-        return QuantizedTensorStorage.__tensor_unflatten__({}, ctx, outer_size, outer_stride)
+        named = {n: t for n, t in inner_tensors.items() if not n.startswith(LIVE)}
+        kwargs = {**ctx["nontensor_kwargs"], **named, "laid_out": ctx.get("unflat")}
+        ctx = {**ctx, "nontensor_kwargs": kwargs}
+        unflatten = QuantizedTensorStorage.__tensor_unflatten__
+        return unflatten(inner_tensors, ctx, outer_size, outer_stride)
 
     def __getattr__(self, name: str) -> Any:
         """A joined name reads the attribute of its part."""
         for attr, prefix in _PREFIX.items():
             if name.startswith(prefix) and attr in self.__dict__:
                 return getattr(self.__dict__[attr], name[len(prefix) :])
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return super().__getattr__(name)
 
 
 class HybridQuantizedTensor(
@@ -220,7 +274,10 @@ class HybridQuantizedTensor(
     @classmethod
     def _device_of(cls, kwargs: dict[str, Any]) -> torch.device:
         for name, value in kwargs.items():
-            given = name in dict(_SUBS).values() or name.startswith((ROW, COL))
-            if given and value is not None:
+            if name.startswith((ROW, COL)) and value is not None:
                 return value.device  # type: ignore[no-any-return]
         return super()._device_of(kwargs)
+
+
+def _only(copy: str) -> dict[str, bool]:
+    return {"rowwise_data": copy == "row", "columnwise_data": copy == "col"}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..dtypes import DType
 from ..formats import ELEMENTS, Cast, Scale, find_format
-from ..layout import flatten, parts
 from ..quantizers import MXFP8Quantizer
 from .storage import Inner, Plain, QuantizedTensorStorage
 from .tensor import QuantizedTensor
@@ -45,32 +42,8 @@ class MXFP8TensorStorage(QuantizedTensorStorage, quantizers=(MXFP8Quantizer,)):
     def _cast(self, col: bool) -> Cast:
         square = bool(getattr(self._quantizer, "with_2d_quantization", False))
         tile = (32, 32) if square else (1, 32)
-        return Cast(find_format(ELEMENTS[self._fp8_dtype], Scale.E8M0, tile).name)
-
-    def _slice_rows(self, start: int, end: int) -> Any:
-        """Rows [start, end) where no block is cut: starts and lengths are whole blocks."""
-        m, _ = flatten(self.shape)
-        inner = m // max(self.shape[0], 1)
-        first, last = start * inner, end * inner
-        block = 32
-        whole = first % block == 0 and (last % block == 0 or last == m)
-        if not whole or self._with_gemm_swizzled_scales or len(self.shape) < 2:
-            return NotImplemented
-        shape = (end - start, *self.shape[1:])
-        sliced = dict(self._buffers())
-        for name, per in (("_rowwise", 1), ("_columnwise", block)):
-            data, scale = sliced[f"{name}_data"], sliced[f"{name}_scale_inv"]
-            if data is None or scale is None:
-                continue
-            sliced[f"{name}_data"] = data[start:end]
-            rows = scale[first // per : -(-last // per)]
-            col = per == block
-            cast = self._cast(col)
-            described = parts(shape, None if col else cast, cast if col else None)[1].shape
-            padded = scale.new_zeros(described)
-            padded[: rows.shape[0]] = rows
-            sliced[f"{name}_scale_inv"] = padded
-        return self._like(sliced, shape)
+        cast: Cast = Cast(find_format(ELEMENTS[self._fp8_dtype], Scale.E8M0, tile).name)
+        return cast
 
 
 class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor, quantizers=(MXFP8Quantizer,)):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor
 
 from ..dtypes import DType
 from ..formats import E4M3, ELEMENTS, Cast, Scale, find_format
-from ..quantizers import NVFP4Quantizer
+from ..quantizers import NVFP4Quantizer, UsageError
 from .storage import Inner, Plain, QuantizedTensorStorage
 from .tensor import QuantizedTensor
 
@@ -58,17 +57,24 @@ class NVFP4TensorStorage(QuantizedTensorStorage, quantizers=(NVFP4Quantizer,)):
     def _cast(self, col: bool) -> Cast:
         quantizer = self._quantizer
         square = bool(getattr(quantizer, "with_2d_quantization", False))
-        tile = (16, 16) if square else (1, 16)
         transforms = col and bool(getattr(quantizer, "with_rht", False))
-        return Cast(
-            find_format(ELEMENTS[self._fp4_dtype], Scale.E4M3_F32, tile).name,
+        cast: Cast = Cast(
+            find_format(
+                ELEMENTS[self._fp4_dtype], Scale.E4M3_F32, (16, 16) if square else (1, 16)
+            ).name,
             row_scaled=self._row_scaled_nvfp4,
             hadamard=quantizer.rht_matrix_random_sign_mask_t if transforms else -1,
             scale_max=self._nvfp4_e4m3_max,
         )
+        return cast
 
-    def _slice_rows(self, start: int, end: int) -> Any:
-        return NotImplemented
+    def _dequantize(self, dtype: torch.dtype) -> Tensor:
+        if self._quantizer is None and not self._has("row") and self._has("col"):
+            raise UsageError(
+                f"{type(self).__name__}: without a quantizer nothing says whether the columnwise "
+                "copy is Hadamard-transformed; keep the rowwise copy, or the quantizer"
+            )
+        return super()._dequantize(dtype)
 
 
 class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor, quantizers=(NVFP4Quantizer,)):

@@ -1,73 +1,77 @@
 """`QuantizedTensorStorage`: the buffers of a quantized tensor, from one declaration per class.
 
 A concrete class declares its inner tensors (`_INNER`: attribute, constructor argument, part of
-`layout.parts`), the order in which they are saved (`_SAVED`) and its plain attributes (`_PLAIN`).
-Construction, flattening, saving, cloning, moving, pickling and usages all come from there.
+`layout.parts`), the order in which they are saved (`_SAVED`), its plain attributes (`_PLAIN`), and
+in `_cast` how a copy is read. Construction, flattening, saving, cloning, moving, pickling, slicing,
+gathering and usages all come from there.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .. import dispatch, reference
-from ..formats import Cast, Operand
+from .. import dispatch
+from ..formats import Cast, Operand, cdiv
 from ..layout import flatten, parts
 from ..quantizers import Quantizer, UsageError, adopt
+from . import rows
+from .declaration import Inner, Plain
+from .derive import derive
+from .fsdp import GatheredStorage
+from .kept import LIVE, joined, live_tensor, taken_apart
 
 __all__ = ["Inner", "Plain", "QuantizedTensorStorage"]
 
 
-class Inner(NamedTuple):
-    """An inner tensor: its attribute, constructor argument and part of `layout.parts`."""
-
-    attr: str
-    kwarg: str
-    part: str
-
-    @property
-    def usage(self) -> str:
-        """The copy it belongs to: "row", "col", or "both"."""
-        return self.part[:3] if self.part[:4] in ("row_", "col_") else "both"
-
-
-class Plain(NamedTuple):
-    """A plain attribute: its name, constructor argument and default (`...`: required)."""
-
-    attr: str
-    kwarg: str
-    default: Any = ...
-
-
-class QuantizedTensorStorage:
+class QuantizedTensorStorage(GatheredStorage):
     """Buffers of a quantized tensor and what is needed to read them.
 
-    Invariant: the tensor of logical `shape` and nominal `_dtype` is
-    `dequantize(data, scale, amax)` of either copy that is present.
+    Invariant: the tensor of logical `shape` and nominal `_dtype` is `dequantize(data, scale, amax)`
+    of either copy that is present.
     """
 
     _INNER: ClassVar[tuple[Inner, ...]] = ()
     _PLAIN: ClassVar[tuple[Plain, ...]] = ()
     _SAVED: ClassVar[tuple[str, ...]] = ()
     _POSITIONAL: ClassVar[tuple[str, ...]] = ()  # constructor arguments by position
+    # Derived from _INNER: (attribute, argument), (attribute, part), and the attribute of a part.
     _INNER_TENSORS: ClassVar[tuple[tuple[str, str], ...]] = ()
     _PARTS: ClassVar[tuple[tuple[str, str], ...]] = ()
+    _ATTR: ClassVar[dict[str, str]] = {}
+    # (attribute, argument) of what a copy of the object is built around: the inner tensors, here.
+    _PAYLOAD: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    _is_tensor: ClassVar[bool] = False
 
     _dtype: torch.dtype
     _quantizer: Any
     _shape: tuple[int, ...]
-    amax_reduction_group: Any = None
+    _with_gemm_swizzled_scales: bool = False
+    _group_name: str | None = None
+    # A flat (1-D) view keeps its buffers as they are: this is the shape they are laid out for.
+    _unflat: tuple[int, ...] | None = None
+    # Rows cut out of a larger tensor cannot take new values: see `_refuse_writes`.
+    _is_cut: bool = False
+    # A tensor of zeros may be cut once: True, then the rows that were handed out.
+    _zero_rows: Any = None
 
     def __init_subclass__(cls, quantizers: Iterable[type[Quantizer]] = (), **kwargs: Any) -> None:
         """Bind the class to the quantizers whose results it holds."""
         super().__init_subclass__(**kwargs)
         cls._INNER_TENSORS = tuple((i.attr, i.kwarg) for i in cls._INNER)
         cls._PARTS = tuple((i.attr, i.part) for i in cls._INNER)
+        cls._ATTR = {i.part: i.attr for i in cls._INNER}
+        if "scale" in cls._ATTR:  # one scale serves both copies
+            cls._ATTR |= dict.fromkeys(("row_scale", "col_scale"), cls._ATTR["scale"])
+        if cls._INNER:
+            cls._PAYLOAD = cls._INNER_TENSORS
         for quantizer in quantizers:
-            if issubclass(cls, Tensor):
+            if cls._is_tensor:
                 quantizer._tensor_class = cls
             else:
                 quantizer._storage_class = cls
@@ -78,8 +82,11 @@ class QuantizedTensorStorage:
                 f"{type(self).__name__}: {len(args)} positional arguments; at most "
                 f"{self._POSITIONAL}"
             )
-        kwargs.update(zip(self._POSITIONAL, args, strict=False))
-        self._set_fields(kwargs)
+        given = dict(zip(self._POSITIONAL, args, strict=False))
+        twice = set(given) & set(kwargs)
+        if twice:
+            raise TypeError(f"{type(self).__name__}: {sorted(twice)[0]!r} was given twice")
+        self._set_fields({**kwargs, **given})
 
     def _set_fields(self, kwargs: dict[str, Any], shape: Sequence[int] | None = None) -> None:
         """Set every declared attribute from constructor arguments."""
@@ -90,27 +97,35 @@ class QuantizedTensorStorage:
             if value is ...:
                 raise TypeError(f"{type(self).__name__}: the argument {plain.kwarg!r} is missing")
             setattr(self, plain.attr, value)
-        quantizer = kwargs.pop("quantizer", None)
-        self._quantizer = adopt(quantizer)
+        self._quantizer = adopt(kwargs.pop("quantizer", None))
         self._dtype = kwargs.pop("fake_dtype", None) or torch.float32
         given = kwargs.pop("shape", None)
         if kwargs:
             raise TypeError(f"{type(self).__name__}: no argument named {sorted(kwargs)[0]!r}")
         if shape is None:
-            shape = given if given is not None else self._derived_shape()
-            self._shape = tuple(shape)
+            self._shape = tuple(given) if given is not None else self._derived_shape()
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        """The process group over which a requantization reduces its amax, or None.
+
+        Kept by name: a group can be neither copied, nor pickled, nor held by a graph.
+        """
+        return None if self._group_name is None else _resolve_group(self._group_name)
+
+    @amax_reduction_group.setter
+    def amax_reduction_group(self, group: Any) -> None:
+        self._group_name = None if group is None else group.group_name
 
     # ------------------------------------------------------------------------------- reading
     def _cast(self, col: bool) -> Cast:
-        """What one copy was cast with."""
+        """What one copy was cast with, as far as reading it needs to know."""
         raise NotImplementedError
 
     def _part(self, name: str) -> Tensor | None:
-        """The buffer that holds a part of `layout.parts`; tensor-wide `scale` serves both copies."""
-        for inner in self._INNER:
-            if inner.part == name or (inner.part == "scale" and name in ("row_scale", "col_scale")):
-                return getattr(self, inner.attr)  # type: ignore[no-any-return]
-        return None
+        """The buffer that holds a part of `layout.parts`; one scale may serve both copies."""
+        attr = self._ATTR.get(name)
+        return None if attr is None else getattr(self, attr)
 
     def _has(self, copy: str) -> bool:
         return self._part(f"{copy}_data") is not None
@@ -118,18 +133,21 @@ class QuantizedTensorStorage:
     def _derived_shape(self) -> tuple[int, ...]:
         """Logical shape as far as the buffers tell: an odd 4-bit row rounds up."""
         data, col = self._part("row_data"), self._part("col_data")
-        if data is None and col is None:
-            return ()
         oriented = data if data is not None else col
-        assert oriented is not None
-        cast = self._cast(data is None)
-        element = cast.format.element
+        if oriented is None:
+            return ()
+        fmt = self._cast(data is None).format
         shape = tuple(oriented.shape)
-        if element is not None and element.per_byte == 2:
-            shape = (*shape[:-1], 2 * shape[-1])
-        if data is None and cast.format.col_transposed:
+        if fmt.element is not None:
+            shape = (*shape[:-1], fmt.element.per_byte * shape[-1])
+        if data is None and fmt.col_transposed:
             shape = (*shape[1:], shape[0])
         return shape
+
+    @property
+    def _laid_out(self) -> tuple[int, ...]:
+        """The shape that the buffers are laid out for: the logical one, but for a flat view."""
+        return tuple(self.shape) if self._unflat is None else self._unflat
 
     def _buffers(self) -> dict[str, Tensor | None]:
         return {attr: getattr(self, attr) for attr, _ in self._INNER_TENSORS}
@@ -159,17 +177,24 @@ class QuantizedTensorStorage:
 
     def operand(self, col: bool) -> Operand:
         """One copy as a GEMM reads it, contraction last."""
-        data = self._part("col_data" if col else "row_data")
+        prefix = "col_" if col else "row_"
+        data = self._part(prefix + "data")
         if data is None:
-            raise UsageError(_missing(self, "columnwise" if col else "rowwise"))
+            raise UsageError(_missing(self, "col" if col else "row"))
         cast = self._cast(col)
-        m, k = flatten(self.shape)
+        m, k = flatten(self._laid_out)
         c = cast.format.columns(m if col else k, cast.transforms)
-        scale = self._part("col_scale" if col else "row_scale")
-        amax = self._part("col_amax" if col else "row_amax")
+        scale = self._part(prefix + "scale")
+        amax = self._part(prefix + "amax")
         if col and not cast.format.col_transposed:
-            return Operand(data.reshape(m, k).t(), None if scale is None else scale.t(), amax, cast, c)
-        return Operand(data.reshape(k if col else m, -1), scale, amax, cast, c)
+            if scale is not None:
+                # Swizzled bytes are those of the contraction-last matrix already.
+                swizzled = self._with_gemm_swizzled_scales
+                scale = scale.reshape(scale.shape[::-1]) if swizzled else scale.t()
+            return Operand(data.reshape(m, k).t(), scale, amax, cast, c)
+        element = cast.format.element
+        width = c if element is None else cdiv(c, element.per_byte)
+        return Operand(data.reshape(k if col else m, width), scale, amax, cast, c)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The high-precision tensor, from the rowwise copy if there is one."""
@@ -177,7 +202,7 @@ class QuantizedTensorStorage:
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         col = not self._has("row")
-        if getattr(self, "_with_gemm_swizzled_scales", False):
+        if self._with_gemm_swizzled_scales:
             raise UsageError(
                 f"{type(self).__name__}: GEMM-swizzled scales cannot be read back; quantize with "
                 "optimize_for_gemm=False to dequantize"
@@ -186,15 +211,16 @@ class QuantizedTensorStorage:
         data = self._part(prefix + "data")
         if data is None:
             raise UsageError(f"{type(self).__name__} holds no data to dequantize")
-        return dispatch.dequantize(
+        out = dispatch.dequantize(
             data,
             self._part(prefix + "scale"),
             self._part(prefix + "amax"),
             self._cast(col),
-            self.shape,
+            self._laid_out,
             dtype,
             col=col,
         )
+        return out if self._unflat is None else out.reshape(self.shape)
 
     # -------------------------------------------------------------------------------- usages
     def get_usages(self) -> dict[str, bool]:
@@ -205,12 +231,16 @@ class QuantizedTensorStorage:
     ) -> None:
         """Make or drop copies; a copy that cannot be made is a UsageError, and nothing changes."""
         wanted = {"row": rowwise_usage, "col": columnwise_usage}
-        keeps = [c for c in wanted if wanted[c] or (wanted[c] is None and self._has(c))]
-        if not keeps and (self._has("row") or self._has("col")):
-            raise UsageError(f"{type(self).__name__}: update_usage would drop every copy; use clear()")
+        present = [copy for copy in wanted if self._has(copy)]
+        if present and not any(wanted[c] or (wanted[c] is None and c in present) for c in wanted):
+            raise UsageError(
+                f"{type(self).__name__}: update_usage would drop every copy; use clear() to do that"
+            )
         made: dict[str, Tensor] = {}
         for copy, want in wanted.items():
-            if want and not self._has(copy):
+            if want and copy not in present:
+                if not self._derivable(copy):
+                    raise UsageError(_missing(self, copy))
                 made.update(self._derive(copy))
         for attr, tensor in made.items():
             setattr(self, attr, tensor)
@@ -223,26 +253,22 @@ class QuantizedTensorStorage:
             if inner.usage == copy:
                 setattr(self, inner.attr, None)
 
+    def _derivable(self, copy: str) -> bool:
+        """Whether `update_usage` makes this copy: a column copy that has the row copy's codes."""
+        return copy == "col" and self._has("row") and self._square("row")
+
+    def _square(self, copy: str) -> bool:
+        """Whether a copy's codes and scales are, transposed, those of the other copy."""
+        return self._cast(copy == "col").format.square and not self._with_gemm_swizzled_scales
+
     def _derive(self, copy: str) -> dict[str, Tensor]:
-        """Buffers of a missing copy, from the other one, where its codes are the same."""
+        """Buffers of one copy of a square format, from the other one. Exact."""
         source = "row" if copy == "col" else "col"
-        name = "columnwise" if copy == "col" else "rowwise"
-        data = self._part(f"{source}_data")
-        cast = self._cast(source == "col")
-        if data is None or not cast.format.square or copy == "row":
-            raise UsageError(_missing(self, name))
-        made = {f"{copy}_data": dispatch.transpose(data)}
-        if cast.format.tile is not None:
-            m, k = flatten(self.shape)
-            scale = self._part("row_scale")
-            assert scale is not None
-            flipped, made["col_scale"] = reference.flip(data.reshape(m, -1), scale, cast, (m, k))
-            (described,) = (p for p in parts(self.shape, None, cast) if p.name == "col_data")
-            made["col_data"] = flipped.reshape(described.shape)
-            amax = self._part("row_amax")
-            if amax is not None:
-                made["col_amax"] = amax.clone()
-        return {i.attr: made[i.part] for i in self._INNER if i.part in made}
+        data, scale = self._part(f"{source}_data"), self._part(f"{source}_scale")
+        assert data is not None and scale is not None
+        cast, amax = self._cast(source == "col"), self._part(f"{source}_amax")
+        made = derive(data, scale, amax, cast, self._laid_out, col=copy == "col")
+        return {self._ATTR[part]: t for part, t in made.items()}
 
     # -------------------------------------------------------------------------------- saving
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Any]:
@@ -272,7 +298,7 @@ class QuantizedTensorStorage:
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor arguments that rebuild this storage."""
-        kwargs: dict[str, Any] = {kwarg: getattr(self, attr) for attr, kwarg in self._INNER_TENSORS}
+        kwargs: dict[str, Any] = {kwarg: getattr(self, attr) for attr, kwarg in self._PAYLOAD}
         kwargs.update(self._plain_kwargs())
         kwargs["quantizer"] = self._quantizer
         kwargs["fake_dtype"] = self._dtype
@@ -283,112 +309,200 @@ class QuantizedTensorStorage:
 
     def clear(self) -> None:
         """Free the data buffers; a scale shared by both copies stays."""
-        for copy in ("row", "col"):
-            self._drop(copy)
+        for inner in self._INNER:
+            if inner.usage != "both":
+                setattr(self, inner.attr, None)
 
     # ------------------------------------------------------------------------------- writing
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Any:
         """Quantize `tensor` into this storage, unless `noop_flag` is 1.0."""
         if self._quantizer is None:
             raise RuntimeError(
-                f"{type(self).__name__}: quantize_ needs a quantizer; this tensor was made without one"
+                f"{type(self).__name__}: quantize_ needs a quantizer; this tensor has none"
             )
-        if isinstance(tensor, QuantizedTensorStorage):
-            tensor = tensor.dequantize()
-        self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
+        source: Any = tensor
+        if isinstance(source, QuantizedTensorStorage):
+            source = source.dequantize()
+        if self._unflat is None:
+            self._quantizer.update_quantized(source, self, noop_flag=noop_flag)
+        else:
+            self._viewed(self._unflat).quantize_(source.reshape(self._unflat), noop_flag=noop_flag)
         return self
 
     def _write_buffers(self, made: dict[str, Tensor], noop_flag: Tensor | None) -> None:
+        """Write new buffers over the present ones, in place: every alias sees them."""
         present = {a: t for a, t in self._buffers().items() if t is not None}
         if set(made) != set(present):
             raise UsageError(f"{type(self).__name__} has {sorted(present)}; got {sorted(made)}")
+        self._refuse_writes()
         for attr, dst in present.items():
             src = made[attr].reshape(dst.shape)
-            dst.copy_(src if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, dst, src))
+            if noop_flag is not None:
+                src = torch.where(noop_flag.reshape(()) == 1, dst, src)
+            dst.copy_(src)
+
+    def _refuse_writes(self) -> None:
+        """Raise if new values here would leave the tensor that these rows were cut from wrong."""
+        self._zero_rows = None
+        if self._is_cut:
+            raise UsageError(
+                f"{type(self).__name__}: these rows were cut out of a larger tensor and share its "
+                "scale, or have scales of their own that it does not see; write the whole tensor "
+                "(index assignment does), or clone() the rows first"
+            )
 
     def copy_from_storage(self, src: Any) -> None:
-        """Copy the buffers present on both; same class, same element."""
-        if not isinstance(src, type(self)._storage_type()):
-            raise TypeError(f"src: got {type(src).__name__}; {type(self).__name__} is needed")
-        for p in self._PLAIN:
-            if p.attr.endswith("_dtype") and getattr(self, p.attr) != getattr(src, p.attr):
-                raise RuntimeError(
-                    f"src: got {p.attr} {getattr(src, p.attr)!r}; this has {getattr(self, p.attr)!r}"
-                )
+        """Copy the buffers present on both; class, shape and format must agree."""
+        self._check_source(src)
+        self._refuse_writes()
         for attr, dst in self._buffers().items():
             other = getattr(src, attr)
             if dst is not None and other is not None:
-                dst.copy_(other)
+                dst.copy_(other.reshape(dst.shape))
+
+    def _check_source(self, src: Any) -> None:
+        """Raise unless `src` holds what these buffers can take as they are."""
+        if not isinstance(src, type(self)._storage_type()):
+            raise TypeError(f"src: got {type(src).__name__}; {type(self).__name__} is needed")
+        if self._laid_out != src._laid_out:
+            raise ValueError(
+                f"src: got shape {tuple(src.shape)}; {tuple(self.shape)} is needed, laid out alike"
+            )
+        difference = self._difference(src)
+        if difference:
+            raise RuntimeError(f"src: {difference}")
+
+    def _difference(self, other: Any) -> str:
+        """In what way the buffers that both have are read differently; "" if in none."""
+        for plain in self._PLAIN:
+            mine, theirs = getattr(self, plain.attr), getattr(other, plain.attr)
+            if mine != theirs:
+                return f"got {plain.attr} {theirs!r}; this has {mine!r}"
+        for copy in ("row", "col"):
+            if self._has(copy) and other._has(copy):
+                mine, theirs = self._cast(copy == "col"), other._cast(copy == "col")
+                if mine != theirs:
+                    return f"got a {copy} copy cast with {theirs!r}; this has {mine!r}"
+        return ""
 
     @classmethod
-    def _storage_type(cls) -> type:
+    def _storage_type(cls) -> Any:
         """The bare storage class of this class."""
         for base in cls.__mro__:
-            if issubclass(base, QuantizedTensorStorage) and not issubclass(base, Tensor):
+            if issubclass(base, QuantizedTensorStorage) and not base._is_tensor:
                 return base
-        return cls
+        raise AssertionError(f"{cls.__name__} has no storage class")
 
     def update_quantizer(self, quantizer: Quantizer) -> None:
         """Replace the quantizer this tensor keeps."""
         if self._quantizer is None:
             raise RuntimeError(f"{type(self).__name__}: there is no quantizer to replace")
-        import warnings
-
-        warnings.warn(f"{type(self).__name__}: the quantizer is replaced", UserWarning, stacklevel=2)
+        warnings.warn(f"{type(self).__name__}: the quantizer is replaced", stacklevel=2)
         self._quantizer = adopt(quantizer)
 
     # ---------------------------------------------------------------------- views and copies
-    def _view_buffers(self, shape: Sequence[int]) -> dict[str, Tensor | None]:
+    def _view_payload(self, shape: Sequence[int]) -> dict[str, Any]:
         """Buffers of a view of `shape`: the last dim stays, or one scale serves the tensor."""
-        shape = tuple(shape)
-        keeps_last = len(shape) > 0 and len(self.shape) > 0 and shape[-1] == self.shape[-1]
+        shape, laid_out = tuple(shape), self._laid_out
+        keeps_last = len(shape) > 0 and len(laid_out) > 0 and shape[-1] == laid_out[-1]
         row, col = self._has("row"), self._has("col")
-        tiled = (row and self._cast(False).format.tile is not None) or (
-            col and self._cast(True).format.tile is not None
-        )
-        if not keeps_last and (tiled or not row):
+        if not keeps_last and (self._tiled() or not row):
             raise UsageError(
                 f"{type(self).__name__}: a view of {tuple(self.shape)} as {shape} moves elements "
                 "between blocks; keep the last dim, or dequantize() first"
             )
-        casts = (self._cast(False) if row else None, self._cast(True) if col and keeps_last else None)
-        shapes = {p.name: p.shape for p in parts(shape, *casts)}
-        return {
-            i.attr: _reshaped(getattr(self, i.attr), shapes.get(i.part)) for i in self._INNER
-        }
+        casts = (self._cast(False) if row else None, self._cast(True) if col else None)
+        shapes = {p.name: p.shape for p in parts(shape, casts[0], casts[1] if keeps_last else None)}
+        return {i.attr: _reshaped(getattr(self, i.attr), shapes.get(i.part)) for i in self._INNER}
 
     def view(self, *shape: Any) -> Any:
-        """The same buffers under another shape that keeps the last dim."""
-        size = _infer(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self.numel())
-        return self._like(self._view_buffers(size), size)
+        """The same buffers under another shape that keeps the last dim, or flat."""
+        return self._viewed(_infer(_as_size(shape), self.numel()))
 
-    def _like(self, buffers: dict[str, Tensor | None], shape: Sequence[int] | None = None) -> Any:
-        """A storage of the same class on other buffers."""
-        kwargs = self.get_metadata()
-        kwargs.update({kwarg: buffers[attr] for attr, kwarg in self._INNER_TENSORS})
-        shape = self._shape if shape is None else tuple(shape)
-        made = self._storage_type()(**kwargs, shape=shape)
-        made.amax_reduction_group = self.amax_reduction_group
+    def _viewed(self, size: tuple[int, ...]) -> Any:
+        if len(size) == 1 and len(self._laid_out) > 1 and not self._viewable(size):
+            made = self._like(self._mapped(_same), size)
+            made._unflat = self._laid_out
+        else:
+            made = self._like(self._view_payload(size), size)
+        made._is_cut = self._is_cut
         return made
 
-    def _mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+    def _viewable(self, shape: Sequence[int]) -> bool:
+        try:
+            self._view_payload(shape)
+        except UsageError:
+            return False
+        return True
+
+    def _cut(self, start: int, end: int) -> Any:
+        """Rows [start, end) of the first dim, or None where a block would be cut."""
+        payload = None if self._unflat is not None else rows.cut(self, start, end)
+        if payload is None:
+            return None
+        made = self._like(payload, (end - start, *self.shape[1:]))
+        # Rows without a scale are independent. The rest of a tensor of zeros is zero under any
+        # scale, so that one piece of it (the shard inside its padding) may change its scale.
+        spare = not self._tiled() and (self._zero_rows is True or self._zero_rows == (start, end))
+        if spare:
+            self._zero_rows = (start, end)
+        whole = start == 0 and end == self.shape[0]
+        made._is_cut = self._is_cut or not (whole or spare or self._scaleless())
+        return made
+
+    def _casts(self) -> list[Cast]:
+        """What the copies present were cast with."""
+        return [self._cast(copy == "col") for copy in ("row", "col") if self._has(copy)]
+
+    def _tiled(self) -> bool:
+        return any(cast.format.tile is not None for cast in self._casts())
+
+    def _scaleless(self) -> bool:
+        return all(cast.format.element is None for cast in self._casts())
+
+    def _mark_zeros(self) -> None:
+        """Say that every value is zero, as `new_zeros` may."""
+        self._zero_rows = True
+
+    def _like(self, payload: dict[str, Any], shape: Sequence[int] | None = None) -> Any:
+        """A storage of the same class around another payload."""
+        kwargs = self.get_metadata()
+        kwargs.update({kwarg: payload[attr] for attr, kwarg in self._PAYLOAD})
+        made = self._storage_type()(**kwargs, shape=self._shape if shape is None else tuple(shape))
+        return self._continued(made, shape)
+
+    def _continued(self, made: Any, shape: Sequence[int] | None) -> Any:
+        """Give a copy of this object what no constructor argument carries."""
+        made._group_name = self._group_name
+        made._unflat = self._unflat if shape is None else None
+        return made
+
+    def _mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The payload with `fn` applied to every tensor."""
         return {a: None if t is None else fn(t) for a, t in self._buffers().items()}
+
+    def _aliased(self) -> Any:
+        """A copy of the object on the same buffers."""
+        made = self._like(self._mapped(_same))
+        made._is_cut = self._is_cut
+        return made
 
     # ------------------------------------------------------------------- flatten, unflatten
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        """(names of the buffers present, what rebuilds the object around them)."""
+        """(names of the inner tensors present, what rebuilds the object around them)."""
         names = [attr for attr, t in self._buffers().items() if t is not None]
-        is_tensor = isinstance(self, Tensor)
-        return names, {
+        quantizer, live = taken_apart(self._quantizer)
+        return [*names, *live], {
             "cls": type(self),
-            "is_tensor": is_tensor,
-            "requires_grad": self.requires_grad if is_tensor else False,
+            "is_tensor": self._is_tensor,
+            "requires_grad": bool(getattr(self, "requires_grad", False)),
             "nontensor_kwargs": {
                 **self._plain_kwargs(),
-                "quantizer": _kept(self._quantizer),
+                "quantizer": quantizer,
                 "fake_dtype": self._dtype,
             },
-            "group_name": getattr(self.amax_reduction_group, "group_name", None),
+            "group_name": self._group_name,
+            "unflat": self._unflat,
         }
 
     @staticmethod
@@ -400,8 +514,7 @@ class QuantizedTensorStorage:
     ) -> Any:
         cls = ctx["cls"]
         kwargs = dict(ctx["nontensor_kwargs"])
-        if isinstance(kwargs["quantizer"], _Kept):
-            kwargs["quantizer"] = kwargs["quantizer"].quantizer
+        kwargs["quantizer"] = joined(kwargs["quantizer"], inner_tensors)
         kwargs.update({kwarg: inner_tensors.get(attr) for attr, kwarg in cls._INNER_TENSORS})
         if ctx["is_tensor"]:
             made = cls(
@@ -413,9 +526,15 @@ class QuantizedTensorStorage:
             )
         else:
             made = cls(**kwargs, shape=outer_size)
-        if ctx.get("group_name") is not None:
-            made.amax_reduction_group = _resolve_group(ctx["group_name"])
+        made._group_name = ctx.get("group_name")
+        made._unflat = ctx.get("unflat")
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        """The live tensors of the quantizer, as flattening names them."""
+        if name.startswith(LIVE):
+            return live_tensor(self._quantizer, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __repr__(self) -> str:
         # No tensor is read: AOTAutograd prints tensors whose data is fake.
@@ -423,36 +542,25 @@ class QuantizedTensorStorage:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self._dtype}, {copies})"
 
 
-class _Kept:
-    """A quantizer that equals only itself, as tensor metadata: guards deep-copy metadata and compare
-    the copy, so this wrapper is its own copy and compares by the quantizer it holds."""
-
-    def __init__(self, quantizer: Any) -> None:
-        self.quantizer = quantizer
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Kept) and self.quantizer is other.quantizer
-
-    def __hash__(self) -> int:
-        return id(self.quantizer)
-
-    def __deepcopy__(self, memo: object) -> _Kept:
-        return self
-
-
-def _kept(quantizer: Any) -> Any:
-    return quantizer if quantizer is None or quantizer._is_value() else _Kept(quantizer)
-
-
-def _missing(storage: QuantizedTensorStorage, usage: str) -> str:
+def _missing(storage: QuantizedTensorStorage, copy: str) -> str:
+    usage = {"row": "rowwise", "col": "columnwise"}[copy]
     return (
-        f"{type(storage).__name__}: the {usage} copy is absent and cannot be made from the other one; "
-        f"quantize the source again with {usage}=True"
+        f"{type(storage).__name__}: the {usage} copy is absent and cannot be made from what is "
+        f"here; quantize the source again with {usage}=True"
     )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _reshaped(tensor: Tensor | None, shape: tuple[int, ...] | None) -> Tensor | None:
     return None if tensor is None or shape is None else tensor.view(shape)
+
+
+def _as_size(shape: Sequence[Any]) -> Any:
+    """The size of `view(2, 3)` or `view((2, 3))`."""
+    return shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
 
 
 def _infer(shape: Sequence[int], numel: int) -> tuple[int, ...]:
@@ -467,6 +575,6 @@ def _infer(shape: Sequence[int], numel: int) -> tuple[int, ...]:
 
 
 def _resolve_group(name: str) -> Any:
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    return _resolve_process_group(name)
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]

@@ -1,0 +1,128 @@
+"""Operators of PyTorch on quantized tensors: what they read, and what they write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minifloat import QuantizedTensor
+
+from .cases import CLASSES, KINDS, SHAPES, assert_same, bits, quantized, shares_memory, values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_other_operator_sees_the_values(kind: str) -> None:
+    t = quantized(kind)
+    x = t.dequantize()
+    for fn in (
+        lambda a: a + 1, lambda a: a.t() @ a, torch.sum, lambda a: torch.cat([a, a]),
+        lambda a: a[3], lambda a: a[:, 5:9], lambda a: a[::2], lambda a: a.permute(1, 0),
+        lambda a: torch.where(a > 0, a, -a), lambda a: torch.nn.functional.linear(a, a),
+    ):  # fmt: skip
+        out = fn(t)
+        expected = fn(x)
+        assert torch.equal(out.dequantize() if isinstance(out, QuantizedTensor) else out, expected)
+    assert torch.equal(1 - t, 1 - x)
+    out = torch.empty(64, 48)
+    torch.add(t, t, out=out)
+    assert torch.equal(out, x + x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_zero_is_in_place(kind: str, shape: tuple[int, ...]) -> None:
+    t = quantized(kind, *shape)
+    buffers = dict(t._buffers())
+    assert t.zero_() is t
+    assert_same(t, KINDS[kind]().quantize(torch.zeros(shape)))
+    assert all(t._buffers()[n] is b for n, b in buffers.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copy_of_high_precision_requantizes(kind: str, dtype: torch.dtype) -> None:
+    t, new = quantized(kind, dtype=dtype), values(64, 48, dtype=dtype, seed=1)
+    buffers = dict(t._buffers())
+    assert t.copy_(new) is t
+    assert_same(t, quantized(kind, dtype=dtype, seed=1))
+    assert all(t._buffers()[n] is b for n, b in buffers.items())
+    t.copy_(torch.ones(48, dtype=dtype))
+    assert_same(t, KINDS[kind]().quantize(torch.ones(64, 48, dtype=dtype)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copy_between_equals_copies_bits(kind: str) -> None:
+    t, src = quantized(kind), quantized(kind, seed=1)
+    t.copy_(src)
+    assert_same(t, src)
+    other = quantized(kind, seed=2)
+    torch._foreach_copy_([t], [other])
+    assert_same(t, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copy_between_kinds_goes_through_the_values(kind: str) -> None:
+    src = quantized(kind, seed=1)
+    t = quantized("mxfp8_2d")
+    t.copy_(src)
+    assert_same(t, KINDS["mxfp8_2d"]().quantize(src.dequantize()))
+    plain, ints = torch.empty(64, 48), torch.empty(64, 48, dtype=torch.int32)
+    plain.copy_(src)
+    ints.copy_(src)
+    assert torch.equal(plain, src.dequantize())
+    assert torch.equal(ints, src.dequantize().to(torch.int32))
+    one = quantized(kind, columnwise=False)
+    one.copy_(src)  # other usages: requantized
+    assert one.get_usages()["rowwise"]
+
+
+def test_a_copy_of_another_shape_is_an_error() -> None:
+    t = quantized("mxfp8")
+    before = bits(t)
+    with pytest.raises(RuntimeError):
+        t.copy_(values(64, 47))
+    assert bits(t) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_in_place_requantize(kind: str) -> None:
+    t, x = quantized(kind), quantized(kind).dequantize()
+    quantizer = KINDS[kind]()
+    assert t.mul_(2) is t
+    assert_same(t, quantizer.quantize(x * 2))
+    x = t.dequantize()
+    torch.add(t, 1, out=t)
+    assert_same(t, quantizer.quantize(x + 1))
+    x = t.dequantize()
+    t += 1
+    assert_same(t, quantizer.quantize(x + 1))
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_what_a_foreach_writes_is_found_by_its_schema(kind: str) -> None:
+    quantizer = KINDS[kind]()
+    a, b, plain = quantized(kind), quantized(kind, seed=1), values(64, 48, seed=2)
+    x, y, p = a.dequantize(), b.dequantize(), plain.clone()
+    grads = [quantized(kind, seed=3), values(64, 48), values(64, 48)]
+    untouched = bits(grads[0])
+    torch._foreach_add_([a, b, plain], grads, alpha=-0.5)
+    assert_same(a, quantizer.quantize(x - 0.5 * quantized(kind, seed=3).dequantize()))
+    assert_same(b, quantizer.quantize(y - 0.5 * values(64, 48)))
+    assert torch.equal(plain, p - 0.5 * values(64, 48))
+    assert bits(grads[0]) == untouched
+    x = a.dequantize()
+    torch._foreach_mul_([a], 3.0)
+    assert_same(a, quantizer.quantize(x * 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_data_of_a_parameter(kind: str) -> None:
+    p, other = torch.nn.Parameter(quantized(kind)), quantized(kind, seed=1)
+    p.data = other
+    assert_same(p.detach(), other)
+    assert shares_memory(p, other) == set(bits(other))
+    p.data = values(64, 48, seed=2)
+    assert_same(p.detach(), quantized(kind, seed=2))
+    assert_same(p.data, quantized(kind, seed=2))
+    with pytest.raises(ValueError, match="shape"):
+        p.data = values(48, 64)
