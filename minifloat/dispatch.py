@@ -1,9 +1,9 @@
 """The only place that chooses between kernel and reference, and that defines `torch.library` ops.
 
 Every function here is a front: eager calls the implementation directly; under `torch.compile`, or
-with any dispatch mode active (FakeTensor, selective checkpointing, flop counting), it calls an op of
-the `minifloat` library that takes the `Cast` as an opaque constant. Ops are atomic: what autograd
-saves across them is the quantized payload.
+with any dispatch mode active (FakeTensor, selective checkpointing, flop counting), it calls an op
+of the `minifloat` library that takes the `Cast` as an opaque constant. Ops are atomic: what
+autograd saves across them is the quantized payload.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack
 
 from . import env, opaque, reference
-from .formats import Cast, Scale, rup
+from .formats import Cast, rup
 from .layout import flatten, parts, shares_scale, transposed_shape
 
 __all__ = [
@@ -34,7 +34,7 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose(cast: Cast | None, device: torch.device) -> tuple[str, str]:
-    """(backend, reason) that quantizes on `device`: "triton", "emulated" (the reference) or "cpu"."""
+    """(backend, reason) that quantizes on `device`: "triton", "emulated" (the reference), "cpu"."""
     if device.type != "cuda":
         return "cpu" if device.type == "cpu" else "emulated", "the reference runs on every device"
     if env.reference_only():
@@ -75,11 +75,11 @@ def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tens
         allowed = ", ".join(str(d) for d in INPUT_DTYPES)
         raise TypeError(f"{name}: got dtype {x.dtype}; allowed: {allowed}")
     check_usage(row is not None, col is not None)
-    if row is not None and col is not None and row != col:
-        if shares_scale(row) and shares_scale(col):
-            raise ValueError(
-                f"row, col: got {row!r} and {col!r}; copies with one scale must be cast alike"
-            )
+    differ = row is not None and col is not None and row != col
+    if differ and all(c is not None and shares_scale(c) for c in (row, col)):
+        raise ValueError(
+            f"row, col: got {row!r} and {col!r}; copies with one scale must be cast alike"
+        )
     for cast in (row, col):
         if cast is not None and cast.tiled and x.dim() == 0:
             raise ValueError(
@@ -91,7 +91,9 @@ def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tens
 def check_usage(row: bool, col: bool) -> None:
     """Raise where no copy is asked for."""
     if not (row or col):
-        raise ValueError("usage: neither rowwise nor columnwise was asked for; ask for at least one")
+        raise ValueError(
+            "usage: neither rowwise nor columnwise was asked for; ask for at least one"
+        )
 
 
 def check_seed(seed: Tensor | None) -> None:
@@ -114,7 +116,7 @@ def _dtyped(cast: Cast | None, x: Tensor) -> Cast | None:
     """High precision without a dtype keeps the input's."""
     if cast is None or cast.layout[0] is not None:
         return cast
-    return cast.replace(dtype=x.dtype)  # type: ignore[no-any-return]
+    return cast.replace(dtype=x.dtype)
 
 
 def _empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -264,7 +266,8 @@ def quantize_scaled(
     check_input(x, cast if row else None, cast if col else None)
     if not _traced():
         return _quantize_scaled(x, scale, amax, cast, row, col)
-    # A pure op, and the update beside it: aten that Inductor fuses and functionalization understands.
+    # A pure op, and the update beside it: aten that Inductor fuses and AOT functionalizes.
+    made: list[Tensor]
     *made, seen = _op("quantize_scaled")(x, scale, cast, row, col)
     amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
     return made
@@ -415,10 +418,10 @@ def _swizzle_fake(scale: Tensor) -> Tensor:
 def fake_quantize(
     x: Tensor, row: Cast | None, col: Cast | None, *, keep_col: bool, seed: Tensor | None = None
 ) -> list[Tensor]:
-    """bf16 operands of an emulated format, from one read: `[row, col, col_data, col_scale, amaxes]`.
+    """bf16 operands of an emulated format, from one read: `[row, col, col_data, scale, amaxes]`.
 
-    `col` is in the source's orientation; the packed column copy comes with `keep_col`. The amaxes of
-    a two-level format, one per direction, come last. Absent parts are left out.
+    `col` is in the source's orientation; the packed column copy comes with `keep_col`. The amaxes
+    of a two-level format, one per direction, come last. Absent parts are left out.
     """
     check_input(x, row, col)
     check_seed(seed)
@@ -504,20 +507,21 @@ _OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("transpose(Tensor data) -> Tensor", _transpose, _transpose_fake),
     ("swizzle(Tensor scale) -> Tensor", _swizzle, _swizzle_fake),
     (
-        f"fake_quantize(Tensor x, {_CAST}? row, {_CAST}? col, bool keep_col, Tensor? seed) -> Tensor[]",
+        f"fake_quantize(Tensor x, {_CAST}? row, {_CAST}? col, bool keep_col, Tensor? seed) "
+        "-> Tensor[]",
         _fake_quantize,
         _fake_quantize_fake,
     ),
 )
 
-_LIBRARY = torch.library.Library("minifloat", "FRAGMENT")
+_LIBRARY = torch.library.Library("minifloat", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _define() -> None:
     for schema, implementation, fake in _OPS:
         name = schema.split("(", 1)[0]
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
 
 

@@ -284,7 +284,9 @@ class Cast(Value):
         if isinstance(self.hadamard, bool) or not -1 <= self.hadamard < 1 << HADAMARD:
             raise ValueError(f"hadamard: got {self.hadamard!r}; a 16-bit sign mask, or -1 for none")
         if self.dtype is not None and fmt.element is not None:
-            raise ValueError(f"dtype: {fmt.name} has its own element; a dtype is for high precision")
+            raise ValueError(
+                f"dtype: {fmt.name} has its own element; a dtype is for high precision"
+            )
         if self.scale_max != E4M3.max and not fmt.two_level:
             raise ValueError(f"scale_max: {fmt.name} has no E4M3 scales; it belongs to nvfp4")
         special = transforms or self.stochastic or self.row_scaled or self.error

@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["dequantize", "quantize"]
+__all__ = ["dequantize", "quantize", "run"]
+
+
+def run(quantizer: Any, x: Tensor, dtype: torch.dtype | None, seed: Any) -> Any:
+    """`quantizer.quantize_impl(x)` with the options given: a user's need not know the others."""
+    options = {k: v for k, v in (("dtype", dtype), ("seed", seed)) if v is not None}
+    return quantizer.quantize_impl(x, **options)
 
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Any, dtype: torch.dtype | None, seed: Any) -> Any:
-        return quantizer.quantize_impl(x, dtype=dtype, seed=seed)
+        return run(quantizer, x, dtype, seed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None, None]:
@@ -33,9 +39,9 @@ class _Dequantize(torch.autograd.Function):
 
 def quantize(x: Tensor, quantizer: Any, dtype: torch.dtype | None, seed: Tensor | None) -> Any:
     """`quantizer.quantize_impl(x)`, differentiable."""
-    return _Quantize.apply(x, quantizer, dtype, seed)
+    return _Quantize.apply(x, quantizer, dtype, seed)  # type: ignore[no-untyped-call]
 
 
 def dequantize(t: Any, dtype: torch.dtype) -> Tensor:
     """`t._dequantize(dtype)`, differentiable."""
-    return _Dequantize.apply(t, dtype)  # type: ignore[no-any-return]
+    return _Dequantize.apply(t, dtype)  # type: ignore[no-any-return,no-untyped-call]

@@ -9,12 +9,70 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..formats import Cast
+from ..layout import parts
+
 __all__ = ["TensorSpec", "to_tensor_spec"]
+
+# Ordered {attribute: (shape, dtype)} of inner tensors.
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+# One storage: a prefix of its attributes, row cast, column cast, and (attribute, part of
+# `layout.parts`) in its order.
+Described = tuple[str, Cast | None, Cast | None, tuple[tuple[str, str], ...]]
+
+
+# Functions, not methods: Dynamo traces into a method of a constant only where the constant comes
+# from outside the graph, and the quantizer of a description may have been made while tracing.
+def describe(quantizer: Any, shape: Sequence[int]) -> Specs:
+    """The inner tensors of a result of `shape`."""
+    made: Specs = {}
+    for prefix, row, col, order in quantizer._described():
+        by_part = {p.name: (p.shape, p.dtype) for p in parts(tuple(shape), row, col)}
+        made.update({prefix + attr: by_part[part] for attr, part in order if part in by_part})
+    return made
+
+
+def allocate(specs: Specs, device: torch.device | str | None) -> list[Tensor]:
+    """Uninitialised tensors of `specs`, by default on the accelerator if there is one."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs.values()]
+
+
+def metadata(quantizer: Any, kept: Any, dtype: torch.dtype, requires_grad: bool) -> dict[str, Any]:
+    """What rebuilds a result from its inner tensors; `kept` is the quantizer that it keeps."""
+    internal = quantizer.internal
+    return {
+        "cls": quantizer._storage_class if internal else quantizer._tensor_class,
+        "is_tensor": not internal,
+        "requires_grad": requires_grad and not internal,
+        "nontensor_kwargs": {**quantizer._plain_kwargs(), "quantizer": kept, "fake_dtype": dtype},
+    }
+
+
+def assemble(
+    quantizer: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    buffers: dict[str, Tensor],
+    requires_grad: bool = False,
+) -> Any:
+    """The result made of these inner tensors (by attribute)."""
+    kwargs = {kwarg: buffers.get(attr) for attr, kwarg in quantizer._kwarg_order()}
+    kwargs.update(quantizer._plain_kwargs())
+    if quantizer.internal:
+        make = quantizer._storage_class
+        return make(**kwargs, quantizer=quantizer, fake_dtype=dtype, shape=tuple(shape))
+    make = quantizer._tensor_class
+    return make(tuple(shape), dtype, requires_grad=requires_grad, quantizer=quantizer, **kwargs)
 
 
 @dataclass
 class TensorSpec:
-    """Shape, dtype, device and quantizer of a tensor; makes one, or its inner tensors, on demand."""
+    """Shape, dtype, device and quantizer of a tensor; makes one, or its inner tensors, on demand.
+
+    The quantizer is private to the description: a copy, or one that cannot change.
+    """
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -23,7 +81,7 @@ class TensorSpec:
     device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
-        if self.quantizer is not None:
+        if self.quantizer is not None and not self.quantizer._is_frozen():
             self.quantizer = self.quantizer.copy()
 
     @property
@@ -35,23 +93,28 @@ class TensorSpec:
     ) -> None:
         """Change which copies the tensor will have."""
         if self.quantizer is None:
-            raise ValueError("update_usage: this TensorSpec describes a plain tensor, not a quantized one")
-        quantizer = self.quantizer.copy()
-        quantizer.set_usage(rowwise=rowwise_usage, columnwise=columnwise_usage)
-        self.quantizer = quantizer
+            raise ValueError(
+                "update_usage: this TensorSpec describes a plain tensor, which has no copies"
+            )
+        self.quantizer = self.quantizer._with_usages(rowwise_usage, columnwise_usage)
+
+    def _specs(self) -> Specs:
+        if self.quantizer is None:
+            return {"data": (tuple(self.shape), self.dtype)}
+        if torch.compiler.is_compiling():
+            return describe(self.quantizer, self.shape)
+        return self.quantizer.inner_tensor_specs(self.shape)  # type: ignore[no-any-return]
 
     def inner_names(self) -> tuple[str, ...]:
         """Names of the inner tensors, in the order of the storage class's declaration."""
-        if self.quantizer is None:
-            return ("data",)
-        names = tuple(self.quantizer.inner_tensor_specs(self.shape))
-        cls = self.quantizer.storage_metadata(self.dtype)["cls"]
-        declared = tuple(attr for attr, _ in cls._INNER_TENSORS if attr in names)
-        if declared != names:
-            raise RuntimeError(
-                f"{type(self.quantizer).__name__}.inner_tensor_specs gives {names}, but "
-                f"{cls.__name__} declares {declared}"
-            )
+        names = tuple(self._specs())
+        if self.quantizer is not None:
+            declared = tuple(a for a, _ in self.quantizer._kwarg_order() if a in names)
+            if declared != names:
+                raise RuntimeError(
+                    f"{type(self.quantizer).__name__}.inner_tensor_specs gives {names}, but the "
+                    f"storage class declares {declared}"
+                )
         return names
 
     def create_metadata(self) -> dict[str, Any]:
@@ -63,15 +126,15 @@ class TensorSpec:
                 "dtype": self.dtype,
                 "requires_grad": self.requires_grad,
             }
+        if torch.compiler.is_compiling():
+            return metadata(self.quantizer, self.quantizer, self.dtype, self.requires_grad)
         return self.quantizer.create_metadata(  # type: ignore[no-any-return]
             self.shape, dtype=self.dtype, requires_grad=self.requires_grad
         )
 
     def create_inner_tensors(self) -> list[Tensor]:
         """Uninitialised inner tensors."""
-        if self.quantizer is None:
-            return [torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device)]
-        return self.quantizer.alloc_tensors(self.shape, device=self.device)  # type: ignore[no-any-return]
+        return allocate(self._specs(), self.device)
 
     def assemble(self, inner_tensors: Iterable[Tensor]) -> Any:
         """The tensor made of these inner tensors."""
@@ -81,12 +144,8 @@ class TensorSpec:
             raise ValueError(f"inner_tensors: got {len(inner)}; {names} are needed")
         if self.quantizer is None:
             return inner[0].requires_grad_() if self.requires_grad else inner[0]
-        return self.quantizer._assemble(
-            tuple(self.shape),
-            self.dtype,
-            dict(zip(names, inner, strict=True)),
-            requires_grad=self.requires_grad,
-        )
+        buffers = dict(zip(names, inner, strict=True))
+        return assemble(self.quantizer, self.shape, self.dtype, buffers, self.requires_grad)
 
     def create_tensor(self) -> Any:
         """An uninitialised tensor of this description."""

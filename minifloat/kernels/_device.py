@@ -118,8 +118,8 @@ def encode(b_x, LIMIT: tl.constexpr, TYPE: tl.constexpr, CLAMP: tl.constexpr):
     Inf or NaN, saturation is left to the cast (cvt.rn.satfinite).
 
     Store the codes or compute with them, but not both: kernels that did (words of four codes beside
-    the bytes, decoded values beside the codes) gave wrong bytes in whole bf16 tiles under Triton 3.6
-    and its ptxas 12.8. `python -m tests.exact` shows it within a minute.
+    the bytes, decoded values beside the codes) gave wrong bytes in whole bf16 tiles under Triton
+    3.6 and its ptxas 12.8. `python -m tests.exact` shows it within a minute.
     """
     if CLAMP:
         b_x = tl.where(b_x != b_x, b_x, tl.clamp(b_x, -LIMIT, LIMIT))

@@ -8,24 +8,26 @@ tracing (or printing) a quantizer freezes it: setting a field then raises and na
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from .. import dispatch, straight_through
-from ..dtypes import DType
-from ..dynamo.quantizer_opaque import _rebuild_quantizer, fx_repr
+from ..dynamo.quantizer_opaque import _rebuild_quantizer, fx_repr, plain
+from ..dynamo.tensor_spec import Described, Specs, allocate, assemble, describe, metadata
 from ..formats import Cast
-from ..layout import part_names, parts
+from ..layout import part_names
 
 __all__ = ["Quantizer", "UsageError", "adopt"]
 
 
 def adopt(quantizer: Any) -> Any:
     """The quantizer for a tensor to keep: itself once it cannot change, else a copy."""
-    return quantizer if quantizer is None or quantizer._frozen else quantizer.copy()
+    return quantizer if quantizer is None or quantizer._is_frozen() else quantizer.copy()
 
 
 class UsageError(ValueError, RuntimeError):
@@ -35,8 +37,8 @@ class UsageError(ValueError, RuntimeError):
 class Quantizer(abc.ABC):
     """Base of all quantizers. A subclass says in `_casts` what each direction does.
 
-    `rowwise_usage` / `columnwise_usage` choose the copies; `internal` returns a bare storage instead
-    of a `torch.Tensor`; `optimize_for_gemm` allows layouts that only a GEMM can read.
+    `rowwise_usage` / `columnwise_usage` choose the copies; `internal` returns a bare storage
+    instead of a `torch.Tensor`; `optimize_for_gemm` allows layouts that only a GEMM can read.
     """
 
     rowwise_usage: bool
@@ -46,10 +48,12 @@ class Quantizer(abc.ABC):
 
     _is_quantizer_class: ClassVar[bool] = True
     _value_field_names: ClassVar[tuple[str, ...] | None] = None
+    _value_field_kinds: ClassVar[dict[str, type]] = {}
     # The classes of the results; the module that defines them binds them here.
     _storage_class: ClassVar[Any] = None
     _tensor_class: ClassVar[Any] = None
     _frozen = False
+    amax_reduction_group = None  # type: Any  # no annotation: it is never part of the value
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage = rowwise
@@ -66,12 +70,12 @@ class Quantizer(abc.ABC):
         return self._value_fields() is not None
 
     def _value_key(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
-        """The value: (class name, ((field, value), ...)), enums as integers."""
+        """The value: (class name, ((field, value), ...)), enums and dtypes by number or name."""
         fields = self._value_fields()
         if fields is None:
             raise TypeError(f"{type(self).__name__} has no value: it equals only itself")
         self._refuse_process_groups()
-        return type(self).__qualname__, tuple((f, _plain(getattr(self, f))) for f in fields)
+        return type(self).__qualname__, tuple((f, plain(getattr(self, f))) for f in fields)
 
     def _refuse_process_groups(self) -> None:
         distributed = torch.distributed
@@ -80,8 +84,8 @@ class Quantizer(abc.ABC):
         for name, value in vars(self).items():
             if isinstance(value, distributed.ProcessGroup):
                 raise TypeError(
-                    f"{type(self).__name__}.{name} holds a live ProcessGroup, which no graph and no "
-                    "cache can keep: pass the group beside the quantizer, or set it to None"
+                    f"{type(self).__name__}.{name} holds a live ProcessGroup, which no graph and "
+                    "no cache can keep: pass the group beside the quantizer, or set it to None"
                 )
 
     def __eq__(self, other: object) -> bool:
@@ -89,7 +93,7 @@ class Quantizer(abc.ABC):
             return True
         if type(self) is not type(other) or not self._is_value():
             return False
-        return self._value_key() == other._value_key()  # type: ignore[attr-defined,no-any-return]
+        return self._value_key() == other._value_key()
 
     def __hash__(self) -> int:
         return hash(self._value_key()) if self._is_value() else object.__hash__(self)
@@ -102,10 +106,15 @@ class Quantizer(abc.ABC):
     def _freeze(self) -> None:
         self.__dict__["_frozen"] = True
 
+    def _is_frozen(self) -> bool:
+        """`_frozen` for traced code, which would put a guard on the attribute."""
+        return self._frozen
+
     @property
     def _traced(self) -> bool:
         """Read by PyTorch when it starts to trace this object: from here on it is a constant."""
         if self._is_value():
+            self._refuse_process_groups()
             self._freeze()
         return True
 
@@ -121,14 +130,19 @@ class Quantizer(abc.ABC):
         """Pickle and deepcopy: the fields, never a process group; the result is not frozen."""
         return _rebuild_quantizer, (type(self), tuple(self._state().items()))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # PyTorch 2.11 traces with a deep copy of a constant: a change of the copy would go unseen.
+        if TracingContext.try_get() is not None and self._is_value() and self._traced:
+            return self
+        rebuild, args = self.__reduce__()
+        return rebuild(*copy.deepcopy(args, memo))
+
     def _state(self) -> dict[str, Any]:
         dropped = ("_frozen", "amax_reduction_group")
         return {k: v for k, v in vars(self).items() if k not in dropped}
 
-    def _rebuild_derived_state(self) -> None:
+    def _rebuild_derived_state(self) -> None:  # noqa: B027  (a hook)
         """Called on an object that was made from its fields alone."""
-        if isinstance(getattr(self, "dtype", None), int):
-            self.__dict__["dtype"] = DType(self.dtype)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         fields = self._value_fields() or tuple(self._state())
@@ -152,6 +166,12 @@ class Quantizer(abc.ABC):
         other.__dict__.pop("_frozen", None)
         return other
 
+    def _with_usages(self, rowwise: bool | None, columnwise: bool | None) -> Any:
+        """A copy with these usages, in the one step that traced code can take."""
+        other = self.copy()
+        other.set_usage(rowwise=rowwise, columnwise=columnwise)
+        return other
+
     # ------------------------------------------------------------------------------ quantize
     def _casts(self) -> tuple[Cast | None, Cast | None]:
         """(row, column) casts of the copies in use."""
@@ -168,13 +188,16 @@ class Quantizer(abc.ABC):
         """`tensor` quantized, into `out` if given; differentiable, the gradient passing unchanged.
 
         `dtype` is the nominal dtype of the result (default: the input's). `seed`, an int64 tensor
-        `[seed, offset]`, fixes stochastic rounding; by default it is drawn from PyTorch's generator.
+        `[seed, offset]`, fixes stochastic rounding; the default is drawn from PyTorch's generator.
         """
         if out is not None:
             return self.update_quantized(tensor, out, seed=seed)
-        if not self.internal and torch.is_grad_enabled() and tensor.requires_grad:
-            return straight_through.quantize(tensor, self, dtype, seed)
-        return self.quantize_impl(tensor, dtype=dtype, seed=seed)
+        if not (torch.is_grad_enabled() and getattr(tensor, "requires_grad", False)):
+            return straight_through.run(self, tensor, dtype, seed)
+        if self.internal:  # a bare storage is outside autograd
+            with torch.no_grad():
+                return straight_through.run(self, tensor, dtype, seed)
+        return straight_through.quantize(tensor, self, dtype, seed)
 
     def __call__(self, tensor: Tensor, **kwargs: Any) -> Any:
         return self.quantize(tensor, **kwargs)
@@ -184,7 +207,9 @@ class Quantizer(abc.ABC):
     ) -> Any:
         """The work of `quantize`, outside autograd."""
         buffers = self._quantize_buffers(tensor, seed)
-        return self._assemble(tensor.shape, tensor.dtype if dtype is None else dtype, buffers)
+        # The result was reduced over the group; what is quantized into it later need not be.
+        kept = self._without_reduction() if self._reduces() else self
+        return assemble(kept, tensor.shape, tensor.dtype if dtype is None else dtype, buffers)
 
     def _quantize_buffers(
         self, tensor: Tensor, seed: Tensor | None = None, group: Any = None
@@ -192,19 +217,22 @@ class Quantizer(abc.ABC):
         """Inner tensors of the result, by attribute; amaxes are reduced over `group`."""
         row, col = self._casts()
         if seed is None and ((row and row.stochastic) or (col and col.stochastic)):
+            self._check_input(tensor)  # before the generator moves
             seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensor.device)
-        group = self._reduction_group() if group is None else group
+        group_name = self._reduction_name() if group is None else group.group_name
         row_amax = col_amax = None
-        if group is not None:
-            amaxes = dispatch.amax(tensor, row, col)
-            for a in amaxes:
-                torch.distributed.all_reduce(a, torch.distributed.ReduceOp.MAX, group=group)
+        if group_name is not None and self._has_global_amax():
+            amaxes = [_reduced(a, group_name) for a in dispatch.amax(tensor, row, col)]
             row_amax, col_amax = (amaxes[0] if row or len(amaxes) == 1 else None), amaxes[-1]
         made = dispatch.quantize(tensor, row, col, row_amax=row_amax, col_amax=col_amax, seed=seed)
         by_part = dict(zip(self._part_names(), made, strict=True))
         if self.optimize_for_gemm:
             self._swizzle(by_part)
         return {attr: by_part[part] for attr, part in self._part_order() if part in by_part}
+
+    def _check_input(self, tensor: Tensor) -> None:
+        """Raise for what this quantizer cannot hold, before anything is written."""
+        dispatch.check_input(tensor, *self._casts())
 
     def _part_names(self) -> tuple[str, ...]:
         """Names of what `dispatch.quantize` returns for the copies in use."""
@@ -238,14 +266,35 @@ class Quantizer(abc.ABC):
         """(attribute, constructor argument) of the storage's inner tensors, in its order."""
         return self._storage_class._INNER_TENSORS  # type: ignore[no-any-return]
 
-    def _reduction_group(self) -> Any:
-        """The group over which amaxes are reduced, or None."""
-        if not getattr(self, "with_amax_reduction", False):
+    def _has_global_amax(self) -> bool:
+        """Whether a scale depends on an amax of the whole tensor, which a group can share."""
+        return any(
+            cast is not None and not cast.row_scaled and (cast.format.two_level or not cast.tiled)
+            for cast in self._casts()
+        )
+
+    def _reduces(self) -> bool:
+        """Whether amaxes are reduced over a process group."""
+        return bool(getattr(self, "with_amax_reduction", False))
+
+    def _holds_group(self) -> bool:
+        return self.amax_reduction_group is not None
+
+    def _reduction_name(self) -> str | None:
+        """Name of the group over which amaxes are reduced, or None: graphs hold names."""
+        if not self._reduces():
             return None
-        group = getattr(self, "amax_reduction_group", None)
+        group = self.amax_reduction_group
         if group is None and torch.distributed.is_initialized():
-            return torch.distributed.group.WORLD
-        return group
+            group = torch.distributed.group.WORLD
+        return None if group is None else str(group.group_name)
+
+    def _without_reduction(self) -> Any:
+        """A copy that reduces nothing and holds no group."""
+        other = self.copy()
+        other.with_amax_reduction = False
+        other.amax_reduction_group = None
+        return other
 
     def multi_quantize(self, tensors: Sequence[Tensor]) -> list[Any]:
         return [self.quantize(t) for t in tensors]
@@ -262,52 +311,79 @@ class Quantizer(abc.ABC):
 
         The copies `dst` has are the copies that are written.
         """
+        self._check_destination(dst)
+        if tuple(src.shape) != tuple(dst.shape):
+            raise ValueError(
+                f"src: got shape {tuple(src.shape)}; dst has {tuple(dst.shape)}: they must agree"
+            )
+        with torch.no_grad():
+            src = src.to(dst.device)
+            quantizer = self._for_tensor(dst)
+            state = [(t, t.clone()) for t in self._state_written()] if noop_flag is not None else []
+            made = quantizer._quantize_buffers(
+                src, seed, getattr(dst, "amax_reduction_group", None)
+            )
+            dst._write_buffers(made, noop_flag)
+            for live, before in state:
+                live.copy_(torch.where(noop_flag.reshape(()) == 1, before, live))  # type: ignore[union-attr]
+        return dst
+
+    def _check_class(self, dst: Any) -> None:
         storage_class, tensor_class = self._storage_class, self._tensor_class
+        if storage_class is None:
+            raise NotImplementedError(f"{type(self).__name__} has no tensor class to update")
         if not isinstance(dst, storage_class):
             raise ValueError(
                 f"dst: got {type(dst).__name__}; {type(self).__name__} updates "
                 f"{storage_class.__name__} or {tensor_class.__name__}"
             )
-        if tuple(src.shape) != tuple(dst.shape):
+
+    def _check_destination(self, dst: Any) -> None:
+        """Raise unless `dst` is stored the way this quantizer writes."""
+        self._check_class(dst)
+        stored = dst._plain_kwargs()
+        for name, value in self._plain_kwargs().items():
+            if stored[name] != value:
+                raise ValueError(
+                    f"dst: its {name} is {stored[name]!r}; this {type(self).__name__} writes "
+                    f"{value!r}"
+                )
+        _, col = self._casts()
+        if col is not None and col.hadamard != dst._cast(True).hadamard:
             raise ValueError(
-                f"src: got shape {tuple(src.shape)}; dst has {tuple(dst.shape)}: they must agree"
+                "dst: its columnwise copy is Hadamard-transformed in another way than this "
+                f"{type(self).__name__} transforms"
             )
-        if src.device != dst.device:
-            src = src.to(dst.device)
-        quantizer = self._for_tensor(dst)
-        made = quantizer._quantize_buffers(src, seed, getattr(dst, "amax_reduction_group", None))
-        dst._write_buffers(made, noop_flag)
-        return dst
+
+    def _state_written(self) -> Sequence[Tensor]:
+        """Live tensors that quantizing writes; only delayed scaling has any."""
+        return ()
 
     def _for_tensor(self, tensor: Any) -> Any:
         """This quantizer with the usages that `tensor` has."""
         usages = tensor.get_usages()
         if usages == self.get_usages():
             return self
-        quantizer = self.copy()
-        quantizer.set_usage(**usages)
-        return quantizer
+        return self._with_usages(usages["rowwise"], usages["columnwise"])
 
-    def calibrate(self, tensor: Tensor) -> None:
+    def calibrate(self, tensor: Tensor) -> None:  # noqa: B027  (nothing to record)
         """Record statistics of `tensor`; only delayed scaling has any."""
 
     # -------------------------------------------------------------------- description, allocation
+    def _described(self) -> tuple[Described, ...]:
+        """What each storage of a result is made of."""
+        return (("", *self._casts(), self._part_order()),)
 
-    def inner_tensor_specs(self, shape: Sequence[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def inner_tensor_specs(self, shape: Sequence[int]) -> Specs:
         """Ordered {attribute: (shape, dtype)} of the inner tensors of a result."""
-        made = {p.name: (p.shape, p.dtype) for p in parts(tuple(shape), *self._casts())}
-        return {attr: made[part] for attr, part in self._part_order() if part in made}
+        return describe(self, shape)
 
     def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
         """{"cls", "nontensor_kwargs"}: the storage class and its arguments that are not tensors."""
-        return {
-            "cls": self._storage_class,
-            "nontensor_kwargs": {
-                **self._plain_kwargs(),
-                "quantizer": adopt(self),
-                "fake_dtype": fake_dtype,
-            },
-        }
+        if self._storage_class is None:
+            raise NotImplementedError(f"{type(self).__name__} has no storage class to describe")
+        kwargs = metadata(self, adopt(self), fake_dtype, False)["nontensor_kwargs"]
+        return {"cls": self._storage_class, "nontensor_kwargs": kwargs}
 
     def _plain_kwargs(self) -> dict[str, Any]:
         """Constructor arguments of the storage that are neither tensors nor common to all."""
@@ -317,23 +393,14 @@ class Quantizer(abc.ABC):
         self, shape: Sequence[int], *, device: torch.device | str | None = None
     ) -> list[Tensor]:
         """Uninitialised inner tensors, in the order of `inner_tensor_specs`."""
-        device = _default_device(device)
-        return [
-            torch.empty(s, dtype=d, device=device)
-            for s, d in self.inner_tensor_specs(shape).values()
-        ]
+        return allocate(self.inner_tensor_specs(shape), device)
 
     def create_metadata(
         self, shape: Sequence[int], *, dtype: torch.dtype, requires_grad: bool = False
     ) -> dict[str, Any]:
-        """What rebuilds a result from its inner tensors, as `__tensor_flatten__` gives it."""
-        meta = self.storage_metadata(dtype)
-        return {
-            "cls": self._storage_class if self.internal else self._tensor_class,
-            "is_tensor": not self.internal,
-            "requires_grad": requires_grad,
-            "nontensor_kwargs": meta["nontensor_kwargs"],
-        }
+        """What rebuilds a result from its inner tensors, a part of what flattening one gives."""
+        self.storage_metadata(dtype)  # raises for a quantizer without classes
+        return metadata(self, adopt(self), dtype, requires_grad)
 
     def make_empty(
         self,
@@ -348,10 +415,14 @@ class Quantizer(abc.ABC):
         inner = self.alloc_tensors(shape, device=device)
         if pin_memory:
             inner = [t.pin_memory() for t in inner]
-        names = self.inner_tensor_specs(shape)
-        return self._assemble(
-            tuple(shape), dtype, dict(zip(names, inner, strict=True)), requires_grad=requires_grad
-        )
+        buffers = dict(zip(self.inner_tensor_specs(shape), inner, strict=True))
+        if not self._holds_group():
+            return assemble(self, shape, dtype, buffers, requires_grad)
+        quantizer = self.copy()
+        quantizer.amax_reduction_group = None  # the tensor holds it, beside the value
+        made = assemble(quantizer, shape, dtype, buffers, requires_grad)
+        made.amax_reduction_group = self.amax_reduction_group
+        return made
 
     def _assemble(
         self,
@@ -361,14 +432,7 @@ class Quantizer(abc.ABC):
         requires_grad: bool = False,
     ) -> Any:
         """The result made of these inner tensors (by attribute)."""
-        storage_class, tensor_class = self._storage_class, self._tensor_class
-        kwargs = {kwarg: buffers.get(attr) for attr, kwarg in self._kwarg_order()}
-        kwargs.update(self._plain_kwargs())
-        if self.internal:
-            return storage_class(**kwargs, quantizer=self, fake_dtype=dtype, shape=tuple(shape))
-        return tensor_class(
-            tuple(shape), dtype, requires_grad=requires_grad, quantizer=self, **kwargs
-        )
+        return assemble(self, shape, dtype, buffers, requires_grad)
 
     # ------------------------------------------------------------------------------- answers
     def supports_only_rowwise_all_gather(self) -> bool:
@@ -380,7 +444,7 @@ class Quantizer(abc.ABC):
         return False
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Whether the format holds `inp`: any floating tensor, of any shape with at least one dim."""
+        """Whether the format holds `inp`: any floating tensor with at least one dim."""
         return inp.dtype in dispatch.INPUT_DTYPES and inp.dim() > 0
 
     def _get_compatible_recipe(self) -> Any:
@@ -388,14 +452,7 @@ class Quantizer(abc.ABC):
         return None
 
 
-def _plain(value: object) -> object:
-    """Dtypes as their numbers: a key prints and compares without torch in scope."""
-    if isinstance(value, torch.dtype):
-        return int(DType.cast(value))
-    return int(value) if isinstance(value, DType) else value
-
-
-def _default_device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _reduced(amax: Tensor, group_name: str) -> Tensor:
+    """The maximum of `amax` over the group, as an op that eager runs and graphs hold."""
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_reduce(amax, "max", group_name))  # type: ignore[no-any-return]

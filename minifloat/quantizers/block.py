@@ -11,7 +11,7 @@ from ..formats import ELEMENTS, Cast, Scale, find_format
 from ..layout import parts, transposed_shape
 from ..opaque import OpaqueABCMeta
 from .base import Quantizer
-from .float8 import fp8_element
+from .float8 import element_of, positive
 
 __all__ = ["Float8BlockQuantizer"]
 
@@ -42,9 +42,9 @@ class Float8BlockQuantizer(Quantizer, metaclass=OpaqueABCMeta):
             raise ValueError(
                 f"block_scaling_dim: got {block_scaling_dim}; allowed: 1 (1x128), 2 (128x128)"
             )
-        self.dtype = fp8_element(fp8_dtype, "fp8_dtype").dtype
+        self.dtype = element_of(fp8_dtype, 8, "fp8_dtype").dtype
         self.block_len = 128
-        self.amax_epsilon = float(amax_epsilon)
+        self.amax_epsilon = positive(amax_epsilon, "amax_epsilon")
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import dispatch
 from ..dynamo import register_value_opaque_quantizer
+from ..dynamo.tensor_spec import Described
 from ..opaque import OpaqueABCMeta
 from .base import Quantizer
 
@@ -23,7 +23,7 @@ ROW, COL = "_row_", "_col_"
 class HybridQuantizer(Quantizer, metaclass=OpaqueABCMeta):
     """`rowwise_quantizer` makes the row copy, `columnwise_quantizer` the column copy.
 
-    With `columnwise_source="rowwise_dequantized"` the column copy is made from the row copy's values.
+    With `columnwise_source="rowwise_dequantized"` the column copy is made of the row copy's values.
     A value if both parts are values; else it equals only itself.
     """
 
@@ -47,8 +47,8 @@ class HybridQuantizer(Quantizer, metaclass=OpaqueABCMeta):
                 raise TypeError(f"{name}: got {type(part).__name__}; a Quantizer is needed")
         if rowwise_quantizer is columnwise_quantizer:
             raise ValueError(
-                "columnwise_quantizer: the same object as rowwise_quantizer; pass a copy(), each is "
-                "pinned to its direction"
+                "columnwise_quantizer: the same object as rowwise_quantizer; pass a copy(): each "
+                "is pinned to its direction"
             )
         if columnwise_source not in ("original", "rowwise_dequantized"):
             raise ValueError(
@@ -78,6 +78,7 @@ class HybridQuantizer(Quantizer, metaclass=OpaqueABCMeta):
         self, tensor: Tensor, seed: Tensor | None = None, group: Any = None
     ) -> dict[str, Tensor]:
         """The inner tensors of both parts, under joined names."""
+        self._check_input(tensor)
         row, col = self.rowwise_quantizer, self.columnwise_quantizer
         dequantized = self.columnwise_source == "rowwise_dequantized"
         made: dict[str, Tensor] = {}
@@ -93,23 +94,50 @@ class HybridQuantizer(Quantizer, metaclass=OpaqueABCMeta):
             made.update({f"{COL}{attr}": t for attr, t in cols.items()})
         return made
 
+    def _check_input(self, tensor: Tensor) -> None:
+        dispatch.check_usage(self.rowwise_usage, self.columnwise_usage)
+        if self.rowwise_usage:
+            self.rowwise_quantizer._check_input(tensor)
+        if self.columnwise_usage:
+            self.columnwise_quantizer._check_input(tensor)
+
+    def _check_destination(self, dst: Any) -> None:
+        self._check_class(dst)
+        if dst._rowwise_storage is not None:
+            self.rowwise_quantizer._check_destination(dst._rowwise_storage)
+        if dst._columnwise_storage is not None:
+            self.columnwise_quantizer._check_destination(dst._columnwise_storage)
+
+    def _state_written(self) -> Sequence[Tensor]:
+        return (
+            *self.rowwise_quantizer._state_written(),
+            *self.columnwise_quantizer._state_written(),
+        )
+
+    def _reduces(self) -> bool:
+        return self.rowwise_quantizer._reduces() or self.columnwise_quantizer._reduces()
+
+    def _without_reduction(self) -> Any:
+        other = self.copy()
+        for name in ("rowwise_quantizer", "columnwise_quantizer"):
+            part = getattr(self, name)
+            if part._reduces():
+                setattr(other, name, part._without_reduction())
+        return other
+
     def _kwarg_order(self) -> tuple[tuple[str, str], ...]:
         """The parts' inner tensors, whose joined names are also their constructor arguments."""
         names = [f"{ROW}{attr}" for attr, _ in self.rowwise_quantizer._kwarg_order()]
         names += [f"{COL}{attr}" for attr, _ in self.columnwise_quantizer._kwarg_order()]
         return tuple((n, n) for n in names)
 
-    def inner_tensor_specs(
-        self, shape: Sequence[int]
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        made = {}
-        if self.rowwise_usage:
-            specs = self.rowwise_quantizer.inner_tensor_specs(shape)
-            made.update({f"{ROW}{attr}": spec for attr, spec in specs.items()})
-        if self.columnwise_usage:
-            specs = self.columnwise_quantizer.inner_tensor_specs(shape)
-            made.update({f"{COL}{attr}": spec for attr, spec in specs.items()})
-        return made
+    def _described(self) -> tuple[Described, ...]:
+        row = self.rowwise_quantizer._described() if self.rowwise_usage else ()
+        col = self.columnwise_quantizer._described() if self.columnwise_usage else ()
+        return (
+            *((ROW + prefix, r, c, order) for prefix, r, c, order in row),
+            *((COL + prefix, r, c, order) for prefix, r, c, order in col),
+        )
 
     def _used(self) -> list[Quantizer]:
         used = []
@@ -130,10 +158,11 @@ class HybridQuantizer(Quantizer, metaclass=OpaqueABCMeta):
         return all(part.is_requantization_safe() for part in used)
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        return all(part.is_quantizable(inp) for part in self._used())
+        row = not self.rowwise_usage or self.rowwise_quantizer.is_quantizable(inp)
+        return row and (not self.columnwise_usage or self.columnwise_quantizer.is_quantizable(inp))
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """A column copy that cannot be gathered as it is (packed across rows) is derived instead."""
+        """A column copy that cannot be gathered (packed across rows) is derived instead."""
         return self.rowwise_quantizer.supports_only_rowwise_all_gather() or any(
             c is not None and c.format.two_level for c in self.columnwise_quantizer._casts()
         )
@@ -148,6 +177,11 @@ def _pinned(quantizer: Quantizer, *, rowwise: bool) -> Any:
 
 def _dequantized(quantizer: Quantizer, buffers: dict[str, Tensor], like: Tensor) -> Tensor:
     """The values of a row copy that exists as buffers only."""
+    if quantizer.optimize_for_gemm and any(quantizer._swizzles()):
+        raise ValueError(
+            "columnwise_source: 'rowwise_dequantized' reads the row copy back, whose scales "
+            "optimize_for_gemm=True swizzles; turn it off on rowwise_quantizer"
+        )
     cast, _ = quantizer._casts()
     by_part = {part: buffers[attr] for attr, part in quantizer._part_order() if attr in buffers}
     assert cast is not None

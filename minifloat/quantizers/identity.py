@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import TE_DType_To_Torch
+from .. import dispatch
 from ..dynamo import register_value_opaque_quantizer
 from ..formats import HIGH_PRECISION, Cast
 from ..opaque import OpaqueABCMeta
@@ -30,10 +30,6 @@ class IdentityQuantizer(Quantizer, metaclass=OpaqueABCMeta):
             raise TypeError(f"dtype: got {dtype!r}; a floating torch dtype or None is needed")
         self.dtype = dtype
 
-    def _rebuild_derived_state(self) -> None:
-        if isinstance(self.dtype, int):
-            self.__dict__["dtype"] = TE_DType_To_Torch[self.dtype]
-
     def _casts(self) -> tuple[Cast | None, Cast | None]:
         if not (self.rowwise_usage or self.columnwise_usage):
             return None, None
@@ -42,8 +38,19 @@ class IdentityQuantizer(Quantizer, metaclass=OpaqueABCMeta):
     def _quantize_buffers(
         self, tensor: Tensor, seed: Tensor | None = None, group: Any = None
     ) -> dict[str, Tensor]:
-        # Not an op: a copy in the input's dtype is a clone, which PyTorch traces and fuses.
+        self._check_input(tensor)
+        row, col = self._casts()
+        rounds = self.dtype is not None and self.dtype != tensor.dtype
+        if rounds and tensor.dtype in dispatch.INPUT_DTYPES:
+            # An op: Inductor would fuse the cast with its inverse, and round nothing.
+            return {"_hp_data": dispatch.quantize(tensor, row, col)[0]}
         return {"_hp_data": tensor.to(self.dtype or tensor.dtype, copy=True)}
+
+    def _check_input(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+            given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"tensor: got {given}; a tensor of a floating dtype is needed")
+        dispatch.check_usage(self.rowwise_usage, self.columnwise_usage)
 
     def is_requantization_safe(self) -> bool:
         return True

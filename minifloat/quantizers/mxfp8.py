@@ -14,7 +14,7 @@ from ..formats import ELEMENTS, Cast, Scale, find_format
 from ..layout import parts
 from ..opaque import OpaqueABCMeta
 from .base import Quantizer
-from .float8 import fp8_element
+from .float8 import element_of
 
 __all__ = ["MXFP8Quantizer"]
 
@@ -35,7 +35,7 @@ class MXFP8Quantizer(Quantizer, metaclass=OpaqueABCMeta):
         with_2d_quantization: bool = False,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        self.dtype = fp8_element(fp8_dtype, "fp8_dtype").dtype
+        self.dtype = element_of(fp8_dtype, 8, "fp8_dtype").dtype
         self.with_2d_quantization = with_2d_quantization
 
     @property
@@ -63,7 +63,7 @@ class MXFP8Quantizer(Quantizer, metaclass=OpaqueABCMeta):
     ) -> Any:
         """A rowwise tensor of codes and scale bytes that exist already."""
         quantizer = self.copy()
-        quantizer.dtype = fp8_element(fp8_dtype, "fp8_dtype").dtype
+        quantizer.dtype = element_of(fp8_dtype, 8, "fp8_dtype").dtype
         quantizer.set_usage(rowwise=True, columnwise=False)
         data = data if data.dtype == torch.uint8 else data.view(torch.uint8)
         buffers = {"_rowwise_data": data, "_rowwise_scale_inv": scale_inv}

@@ -14,6 +14,7 @@ from ..formats import E4M3, ELEMENTS, HADAMARD_SIGN_MASK, Cast, Scale, cdiv, fin
 from ..layout import parts, transposed_shape
 from ..opaque import OpaqueABCMeta
 from .base import Quantizer
+from .float8 import element_of
 
 __all__ = ["NVFP4Quantizer"]
 
@@ -39,7 +40,7 @@ class NVFP4Quantizer(Quantizer, metaclass=OpaqueABCMeta):
     nvfp4_4over6_err_mode: str
     rht_matrix_random_sign_mask_t: int
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the contract's signature)
         self,
         fp4_dtype: DType = DType.kFloat4E2M1,
         rowwise: bool = True,
@@ -57,17 +58,12 @@ class NVFP4Quantizer(Quantizer, metaclass=OpaqueABCMeta):
         with_random_sign_mask: bool = True,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        element = ELEMENTS.get(DType.cast(fp4_dtype))
-        if element is None or element.bits != 4:
-            raise TypeError(f"fp4_dtype: got {fp4_dtype!r}; allowed: DType.kFloat4E2M1")
         if nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError(
                 f"nvfp4_4over6_err_mode: got {nvfp4_4over6_err_mode!r}; allowed: 'MAE', 'MSE'"
             )
         if nvfp4_e4m3_max not in (256, int(E4M3.max)):
-            raise ValueError(
-                f"nvfp4_e4m3_max: got {nvfp4_e4m3_max}; allowed: 256, {int(E4M3.max)}"
-            )
+            raise ValueError(f"nvfp4_e4m3_max: got {nvfp4_e4m3_max}; allowed: 256, {int(E4M3.max)}")
         if with_rht and not with_post_rht_amax:
             raise ValueError(
                 "with_rht: the columnwise scale comes from the transformed data; "
@@ -75,7 +71,7 @@ class NVFP4Quantizer(Quantizer, metaclass=OpaqueABCMeta):
             )
         if row_scaled_nvfp4 and with_amax_reduction:
             raise ValueError("row_scaled_nvfp4: per-row amaxes exclude with_amax_reduction")
-        self.dtype = element.dtype
+        self.dtype = element_of(fp4_dtype, 4, "fp4_dtype").dtype
         self.with_rht = with_rht
         self.with_post_rht_amax = with_post_rht_amax
         self.with_amax_reduction = with_amax_reduction
