@@ -1,11 +1,14 @@
-"""Casts and matrices that the tests of the reference share."""
+"""Casts, matrices and parameters that the tests of the reference share."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
-from minifloat.formats import FORMATS, HADAMARD_SIGN_MASK, Cast
+from minifloat.formats import FORMATS, HADAMARD_SIGN_MASK, Cast, Scale
+from minifloat.reference import unpack
 
 # Every format, and every option that rounds to nearest without a transform.
 NEAREST = [
@@ -62,3 +65,42 @@ def rows(limit: float = 2.0**100) -> st.SearchStrategy[torch.Tensor]:
     """One row of arbitrary fp32 numbers, subnormal ones too."""
     values = st.floats(-limit, limit, width=32)
     return st.lists(values, min_size=1, max_size=40).map(lambda v: torch.tensor([v]))
+
+
+def casts(table: list[Cast]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("cast", table, ids=name)
+
+
+BOTH = pytest.mark.parametrize("col", [False, True], ids=["row", "col"])
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def codes_of(data: torch.Tensor, cast: Cast, c: int, col: bool = False) -> torch.Tensor:
+    """Stored data -> one code per element, contraction last."""
+    if cast.format.element.per_byte == 2:
+        return unpack(data, c)
+    return data.t() if col and not cast.format.col_transposed else data
+
+
+def stored_scale(
+    scales: dict[tuple[int, int], float], cast: Cast, shape: tuple[int, int]
+) -> np.ndarray:
+    """{tile: scale} of a contraction-last matrix in the stored layout: zeros where no tile is."""
+    fmt = cast.format
+    if fmt.tile is None:
+        return np.array([scales[0, 0]], np.float32)
+    out = np.zeros(fmt.scale_shape(*shape), np.float32 if fmt.scale is Scale.F32 else np.uint8)
+    for (i, j), value in scales.items():
+        if fmt.scale_transposed:
+            out[j, i] = value
+        elif fmt.scale is Scale.F32:
+            out[i, j] = value
+        else:  # one stored row per row of the matrix, also for 2-D tiles
+            out[i * fmt.tile[0] : min((i + 1) * fmt.tile[0], shape[0]), j] = value
+    return out
+
+
+def same(a: tuple[torch.Tensor | None, ...], b: tuple[torch.Tensor | None, ...]) -> bool:
+    return len(a) == len(b) and all(
+        p is None and q is None or torch.equal(p, q) for p, q in zip(a, b, strict=True)
+    )
