@@ -32,9 +32,10 @@ from .variant import Config, Launch, Variant, samples
 
 __all__ = ["amax_fp4", "cast_fp4", "fake_fp4", "supports", "variants"]
 
-# To be measured. Tiles of 128 rows make runs of 64 bytes in the column copy; with 4 warps a thread
-# has 4 column blocks. Both sizes divide PAD, that of the scales, so no tile lies outside them.
-CONFIG = Config(128, 64, 4)
+# To be measured. Tiles of 128 rows make runs of 64 bytes in the column copy. A thread has 4 column
+# blocks, or 2 where they would not fit its registers: 4-over-6, and stochastic codes with values.
+# Both sizes divide PAD, that of the scales, so no tile lies outside them.
+CONFIGS = {"light": Config(128, 64, 4), "heavy": Config(128, 64, 8)}
 PAD = 128
 POINTERS = (
     "row_data", "row_scale", "row_out", "row_amax",
@@ -255,7 +256,7 @@ def _run(x: Tensor, row: Cast | None, col: Cast | None, tensors: Tensors) -> Non
 def _launch(
     x: Tensor, row: Cast | None, col: Cast | None, tensors: Tensors, config: Config | None = None
 ) -> Launch:
-    config = config or CONFIG
+    config = config or CONFIGS["heavy" if _heavy(row, col, tensors) else "light"]
     m, k = x.shape
     c = rup(m, HADAMARD) if col is not None and col.transforms else m
     args = dict(
@@ -280,6 +281,13 @@ def _launch(
         **_options("COL", col),
     )
     return Launch(cast_kernel, config.tiles(rup(m, PAD), rup(k, PAD)), args, config)
+
+
+def _heavy(row: Cast | None, col: Cast | None, tensors: Tensors) -> bool:
+    for cast, out in ((row, "row_out"), (col, "col_out")):
+        if cast is not None and (cast.error or (cast.stochastic and tensors.get(out) is not None)):
+            return True
+    return False
 
 
 def _options(name: str, cast: Cast | None) -> dict[str, Any]:
