@@ -83,6 +83,13 @@ def run_quantize(x: Tensor, row: Cast | None, col: Cast | None) -> list[Tensor]:
     return dispatch.quantize(x, row, col, seed=seed_for(row, col))
 
 
+def dtyped(cast: Cast | None, x: Tensor) -> Cast | None:
+    """High precision without a dtype keeps the input's."""
+    if cast is None or cast.format.element is not None:
+        return cast
+    return cast.replace(dtype=cast.dtype or x.dtype)
+
+
 def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, backend="aot_eager", **options)
@@ -142,7 +149,7 @@ def test_quantize_is_the_reference_in_the_described_buffers(cast: Cast, dtype: t
     seed = seed_for(cast)
     for casts in ((cast, cast), (cast, None), (None, cast)):
         made = run_quantize(x, *casts)
-        described = parts(x.shape, *(c and (c.replace(dtype=c.dtype or dtype)) for c in casts))
+        described = parts(x.shape, *(dtyped(c, x) for c in casts))
         assert [(tuple(t.shape), t.dtype) for t in made] == [(p.shape, p.dtype) for p in described]
         assert all(t.is_contiguous() for t in made)
         assert_own_memory(made, x)
@@ -407,7 +414,7 @@ DEQUANTIZED = [c for c in ALL if not c.transforms]
 
 def stored(x: Tensor, cast: Cast, col: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     row, column = (None, cast) if col else (cast, None)
-    described = parts(x.shape, *(c and c.replace(dtype=c.dtype or x.dtype) for c in (row, column)))
+    described = parts(x.shape, dtyped(row, x), dtyped(column, x))
     by_name = {p.name: t for p, t in zip(described, run_quantize(x, row, column), strict=True)}
     prefix = "col_" if col else "row_"
     scale = by_name.get("scale", by_name.get(prefix + "scale"))

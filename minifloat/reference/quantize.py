@@ -90,7 +90,8 @@ def fake_quantize(
     data, scale, _ = quantize(x, cast, col=col, amax=amax, seed=seed)
     c = cast.format.columns(x.shape[0] if col else x.shape[1], cast.transforms)
     out = unscaled(data, scale, cast, c, col=col).to(torch.bfloat16)
-    return out.t().contiguous() if col else out
+    # Not contiguous(): that leaves the odd strides of a one-column matrix alone.
+    return out.t().clone(memory_format=torch.contiguous_format) if col else out
 
 
 def _element(cast: Cast) -> Element:
