@@ -246,6 +246,73 @@ def test_a_metaclass_and_dunders_of_its_own() -> None:
     assert counter.frame_count == 2
 
 
+@compiles
+def test_a_users_class_is_registered_by_us() -> None:
+    from torch._opaque_base import OpaqueBaseMeta
+
+    class Meta(OpaqueBaseMeta, abc.ABCMeta):
+        pass
+
+    @register_value_opaque_quantizer
+    class Scaled(mf.MXFP8Quantizer, metaclass=Meta):
+        factor: float
+        _traced_members = ("doubled",)
+
+        def __init__(self, factor: float) -> None:
+            super().__init__(E4M3)
+            self.factor = factor
+
+        def doubled(self) -> float:
+            return 2 * self.factor
+
+    counter = Counter()
+    fn = counter.compile(lambda q, x: q.quantize(x * q.factor).dequantize() + q.doubled())
+    for factor, frames in ((2.0, 1), (2.0, 1), (3.0, 2), (2.0, 2)):
+        expected = mf.MXFP8Quantizer(E4M3).quantize(X * factor).dequantize() + 2 * factor
+        assert torch.equal(fn(Scaled(factor), X), expected)
+        assert counter.frame_count == frames
+    q = Scaled(2.0)
+    made = compiled(lambda q, x: q.quantize(x))(q, X)
+    assert type(made._quantizer) is Scaled
+    with pytest.raises(RuntimeError, match=r"Scaled\.factor cannot change.*copy\(\)"):
+        q.factor = 4.0
+
+
+@compiles
+def test_a_class_that_pytorch_refuses_stays_as_it_was() -> None:
+    class Ordinary(Quantizer):  # PyTorch 2.11 wants its metaclass, 2.13 does not
+        field: int
+
+    q = Ordinary(rowwise=True, columnwise=True)
+    q.field = 3
+    try:
+        register_value_opaque_quantizer(Ordinary)
+    except TypeError as error:
+        assert "Ordinary" in str(error)
+        assert q._value_fields() is None
+        assert not is_value_opaque_quantizer(q)
+    else:
+        assert is_value_opaque_quantizer(q)
+        assert evaluated(q) == q
+
+
+@compiles
+def test_a_users_fields_are_read_and_guarded() -> None:
+    counter = Counter()
+
+    def read(q: Any, x: Tensor) -> Any:
+        return x.to(q.compute) * (2 if q.color is Color.RED else 3), q.level, q.grad_dtype
+
+    fn = counter.compile(read)
+    for color, frames in ((Color.BLUE, 1), (Color.BLUE, 1), (Color.RED, 2)):
+        made, level, dtype = fn(Custom(color=color), X)
+        assert torch.equal(made, X.bfloat16() * (2 if color is Color.RED else 3))
+        assert level is Level.HIGH
+        assert dtype is E5M2
+        assert counter.frame_count == frames
+    assert_same(compiled(quantized)(Custom(), X), quantized(Custom(), X))
+
+
 def test_no_registry_of_names() -> None:
     """The module keeps nothing per class: what a graph needs travels in its globals."""
     source = Path(dynamo.quantizer_opaque.__file__).read_text()

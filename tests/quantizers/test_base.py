@@ -845,6 +845,18 @@ def test_a_hybrid_result_holds_no_group(group: Any) -> None:
     hash(kept)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "block", "identity"])
+def test_blocks_have_nothing_to_reduce(
+    name: str, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = VALUES[name]()
+    dst = q.quantize(sample(32, 48))
+    dst.amax_reduction_group = group
+    monkeypatch.setattr("minifloat.quantizers.base._reduced", None)
+    q.update_quantized(sample(32, 48, seed=1), dst)
+    assert same(buffers(dst), buffers(q.quantize(sample(32, 48, seed=1))))
+
+
 def test_reduction_without_distributed_is_none() -> None:
     q = REDUCING[0](None)
     x = sample(4, 8)
