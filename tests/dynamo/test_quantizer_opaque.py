@@ -254,26 +254,31 @@ def test_a_users_class_is_registered_by_us() -> None:
         pass
 
     @register_value_opaque_quantizer
-    class Scaled(mf.MXFP8Quantizer, metaclass=Meta):
+    class Scaled(Quantizer, metaclass=Meta):
         factor: float
         _traced_members = ("doubled",)
 
         def __init__(self, factor: float) -> None:
-            super().__init__(E4M3)
+            super().__init__(rowwise=True, columnwise=True)
             self.factor = factor
 
         def doubled(self) -> float:
             return 2 * self.factor
 
+        def quantize_impl(self, tensor: Tensor) -> Tensor:  # type: ignore[override]
+            return tensor * self.factor
+
     counter = Counter()
-    fn = counter.compile(lambda q, x: q.quantize(x * q.factor).dequantize() + q.doubled())
+    fn = counter.compile(lambda q, x: q.quantize(x) + q.doubled())
     for factor, frames in ((2.0, 1), (2.0, 1), (3.0, 2), (2.0, 2)):
-        expected = mf.MXFP8Quantizer(E4M3).quantize(X * factor).dequantize() + 2 * factor
-        assert torch.equal(fn(Scaled(factor), X), expected)
+        x = X.clone().requires_grad_()
+        made = fn(Scaled(factor), x)
+        assert torch.equal(made, X * factor + 2 * factor)
+        (grad,) = torch.autograd.grad(made.sum(), x)
+        assert (grad == 1).all()
         assert counter.frame_count == frames
     q = Scaled(2.0)
-    made = compiled(lambda q, x: q.quantize(x))(q, X)
-    assert type(made._quantizer) is Scaled
+    compiled(lambda q, x: q.quantize(x))(q, X)
     with pytest.raises(RuntimeError, match=r"Scaled\.factor cannot change.*copy\(\)"):
         q.factor = 4.0
 

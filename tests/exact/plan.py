@@ -82,8 +82,9 @@ def _all() -> Iterator[Unit]:
     for kind in KINDS:
         for dtype, torch_dtype in _DTYPES.items():
             for direction in DIRECTIONS:
-                # Three sizes take about two versions of a kernel.
+                # Three sizes take about two versions of a kernel; NVFP4's have more sizes in them.
                 versions = len(checks.shapes(kind, direction, torch_dtype)) * 0.6
+                versions += 6 if versions > 2 and kind.costly else 0
                 cost = _seconds(kind) * versions * (1.0 if "+" in direction else 0.5)
                 if versions:
                     yield Unit("quantize", kind.name, dtype, direction, cost)
@@ -92,12 +93,15 @@ def _all() -> Iterator[Unit]:
             bf16 = torch_dtype is torch.bfloat16
             if kind in FAKE and (bf16 or kind.full):
                 versions = 8 if kind.full and bf16 else 1
-                yield Unit("fake", kind.name, dtype, cost=1.5 * _seconds(kind) * versions)
+                yield Unit("fake", kind.name, dtype, cost=2.0 * _seconds(kind) * versions)
         if kind in DEQUANTIZED:
-            yield Unit("dequantize", kind.name, cost=15 if kind.full else 8)
-        yield Unit("devices", kind.name)
+            # A square tile's scales are stored once for each row: the kernel is that of 1-D tiles,
+            # and comes from the cache if it is asked for later.
+            shared = kind.row.format.scale_tile != kind.row.format.tile
+            yield Unit("dequantize", kind.name, cost=2 if shared else 15 if kind.full else 8)
+        yield Unit("devices", kind.name, cost=2)
     for dtype in _DTYPES:
-        yield Unit("amax", dtype=dtype, cost=20)
+        yield Unit("amax", dtype=dtype, cost=30)
     yield Unit("transpose")
     yield Unit("swizzle")
     for name in _LARGE:
@@ -111,7 +115,7 @@ def _seconds(kind: Kind) -> float:
     if kind.row.error:
         return 8.0
     if kind.stochastic:
-        return 3.5
+        return 4.5
     return 2.0 if kind.costly else 0.6
 
 
