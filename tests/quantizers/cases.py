@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import minifloat as mf
-from minifloat import DType
+from minifloat import DType, Quantizer
 
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 Make = Callable[[], Any]
@@ -104,3 +105,26 @@ def run_python(code: str, **env: str) -> str:
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
+
+
+values = pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
+classes = pytest.mark.parametrize("make", CLASSES.values(), ids=CLASSES.keys())
+
+
+def quantized(q: Any, x: Tensor) -> Any:
+    return q.quantize(x, seed=SEED)
+
+
+class Doubler(Quantizer):
+    """What a user writes: only the work."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        self.factor = factor
+
+    def quantize_impl(self, tensor: Tensor) -> Tensor:  # type: ignore[override]
+        return tensor * self.factor
+
+
+class Unregistered(mf.MXFP8Quantizer):
+    pass
