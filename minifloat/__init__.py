@@ -1,8 +1,9 @@
 """minifloat: train transformers in 8 and 4 bits with PyTorch. See README.md."""
 
-from . import dynamo, reference
+from . import dynamo, recipe, reference
 from ._version import __version__
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
+from .modules import Linear, Module, checkpoint, quantize_weight
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -14,6 +15,17 @@ from .quantizers import (
     Quantizer,
     UsageError,
 )
+from .recipe import (
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    get_default_recipe,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from .recipe.autocast import autocast, fp8_autocast, fp8_model_init, quantized_model_init
 from .tensors import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
@@ -38,6 +50,7 @@ from .tensors import (
 
 __all__ = [
     "DType",
+    "DelayedScalingRequest",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
@@ -51,22 +64,38 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "Module",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "QuantizerRequest",
+    "QuantizerRole",
     "TE_DType",
     "TE_DType_To_Torch",
     "UsageError",
     "__version__",
+    "autocast",
+    "checkpoint",
     "dynamo",
     "flatten_state_dict",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "prepare_for_saving",
+    "quantize_weight",
+    "quantized_model_init",
+    "recipe",
     "reference",
     "restore_from_func_ctx",
     "restore_from_saved",

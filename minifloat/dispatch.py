@@ -8,16 +8,17 @@ autograd saves across them is the quantized payload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
-from . import env, opaque, reference
+from . import env, library, reference
 from .formats import Cast, rup
 from .layout import flatten, parts, shares_scale, transposed_shape
+from .library import op as _op
+from .library import traced as _traced
 
 __all__ = [
     "amax",
@@ -26,6 +27,7 @@ __all__ = [
     "fake_quantize",
     "quantize",
     "quantize_scaled",
+    "snapshot",
     "swizzle",
     "transpose",
 ]
@@ -61,10 +63,6 @@ def _kernels(x: Tensor, row: Cast | None, col: Cast | None = None) -> Any:
     if not served or not _same_scale(row, col) or (row is not None and row.transforms):
         return None
     return entry
-
-
-def _traced() -> bool:
-    return opaque.AVAILABLE and (torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0)
 
 
 def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tensor") -> None:
@@ -147,16 +145,18 @@ def quantize(
     row_amax: Tensor | None = None,
     col_amax: Tensor | None = None,
     seed: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     """The buffers `layout.parts(x.shape, row, col)` describes, from one read of `x`.
 
     `row_amax` / `col_amax` are global amaxes known already (a tensor-wide format reads `row_amax`).
+    A graph runs this once `after` is there: what backward casts anew stays out of forward.
     """
     check_input(x, row, col)
     check_seed(seed)
     row, col = _dtyped(row, x), _dtyped(col, x)
     if _traced():
-        return _op("quantize")(x, row, col, row_amax, col_amax, seed)  # type: ignore[no-any-return]
+        return _op("quantize")(x, row, col, row_amax, col_amax, seed, after)  # type: ignore[no-any-return]
     return _quantize(x, row, col, row_amax, col_amax, seed)
 
 
@@ -167,6 +167,7 @@ def _quantize(
     row_amax: Tensor | None,
     col_amax: Tensor | None,
     seed: Tensor | None,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     described = parts(x.shape, row, col)
     kernels = _kernels(x, row, col)
@@ -218,6 +219,7 @@ def _quantize_fake(
     row_amax: Tensor | None,
     col_amax: Tensor | None,
     seed: Tensor | None,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     return [x.new_empty(p.shape, dtype=p.dtype) for p in parts(x.shape, row, col)]
 
@@ -257,23 +259,34 @@ def _amax_fake(x: Tensor, row: Cast | None, col: Cast | None) -> list[Tensor]:
 
 # -------------------------------------------------------------------------------- delayed scaling
 def quantize_scaled(
-    x: Tensor, scale: Tensor, amax: Tensor, cast: Cast, *, row: bool, col: bool
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    cast: Cast,
+    *,
+    row: bool,
+    col: bool,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
-    """Cast with a given scale; `amax` becomes `max(amax, |x|)` in place.
+    """Cast with a given scale; `amax`, if given, becomes `max(amax, |x|)` in place.
 
     Returns the row copy and the transposed copy, those asked for, then 1/scale.
     """
     check_input(x, cast if row else None, cast if col else None)
     if not _traced():
+        amax = torch.empty_like(scale) if amax is None else amax
         return _quantize_scaled(x, scale, amax, cast, row, col)
     # A pure op, and the update beside it: aten that Inductor fuses and AOT functionalizes.
     made: list[Tensor]
-    *made, seen = _op("quantize_scaled")(x, scale, cast, row, col)
-    amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
+    *made, seen = _op("quantize_scaled")(x, scale, cast, row, col, after)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
     return made
 
 
-def _quantize_scaled_op(x: Tensor, scale: Tensor, cast: Cast, row: bool, col: bool) -> list[Tensor]:
+def _quantize_scaled_op(
+    x: Tensor, scale: Tensor, cast: Cast, row: bool, col: bool, after: Tensor | None = None
+) -> list[Tensor]:
     seen = torch.zeros(1, dtype=torch.float32, device=x.device)
     return [*_quantize_scaled(x, scale, seen, cast, row, col), seen]
 
@@ -300,10 +313,26 @@ def _scaled_parts(x: Tensor, cast: Cast, row: bool, col: bool) -> list[Any]:
 
 
 def _quantize_scaled_fake(
-    x: Tensor, scale: Tensor, cast: Cast, row: bool, col: bool
+    x: Tensor, scale: Tensor, cast: Cast, row: bool, col: bool, after: Tensor | None = None
 ) -> list[Tensor]:
     made = [x.new_empty(p.shape, dtype=p.dtype) for p in _scaled_parts(x, cast, row, col)]
     return [*made, x.new_empty(1, dtype=torch.float32)]
+
+
+def snapshot(x: Tensor) -> Tensor:
+    """A copy that a graph keeps for backward, which would repeat a plain `clone` of a moved `x`.
+
+    Forward must use it as well: what backward alone uses is computed there.
+    """
+    return _op("snapshot")(x) if _traced() else x.clone()
+
+
+def _snapshot(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _snapshot_fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 # ------------------------------------------------------------------------------------- dequantize
@@ -416,7 +445,13 @@ def _swizzle_fake(scale: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------- fake quant
 def fake_quantize(
-    x: Tensor, row: Cast | None, col: Cast | None, *, keep_col: bool, seed: Tensor | None = None
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    *,
+    keep_col: bool,
+    seed: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     """bf16 operands of an emulated format, from one read: `[row, col, col_data, scale, amaxes]`.
 
@@ -428,12 +463,17 @@ def fake_quantize(
     if any(c is not None and c.layout[0] is not torch.uint8 for c in (row, col)):
         raise ValueError("row, col: high precision has no codes to emulate; cast x instead")
     if _traced():
-        return _op("fake_quantize")(x, row, col, keep_col, seed)  # type: ignore[no-any-return]
+        return _op("fake_quantize")(x, row, col, keep_col, seed, after)  # type: ignore[no-any-return]
     return _fake_quantize(x, row, col, keep_col, seed)
 
 
 def _fake_quantize(
-    x: Tensor, row: Cast | None, col: Cast | None, keep_col: bool, seed: Tensor | None
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    keep_col: bool,
+    seed: Tensor | None,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     x2 = _2d(x)
     out = _fake_buffers(x, row, col, keep_col)
@@ -478,23 +518,29 @@ def _fake_buffers(
 
 
 def _fake_quantize_fake(
-    x: Tensor, row: Cast | None, col: Cast | None, keep_col: bool, seed: Tensor | None
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    keep_col: bool,
+    seed: Tensor | None,
+    after: Tensor | None = None,
 ) -> list[Tensor]:
     return list(_fake_buffers(x, row, col, keep_col).values())
 
 
 # -------------------------------------------------------------------------------------------- ops
 _CAST = f"{Cast.__module__}.{Cast.__qualname__}"
-_OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+_OPS: tuple[library.Definition, ...] = (
     (
         f"quantize(Tensor x, {_CAST}? row, {_CAST}? col, Tensor? row_amax, Tensor? col_amax, "
-        "Tensor? seed) -> Tensor[]",
+        "Tensor? seed, Tensor? after=None) -> Tensor[]",
         _quantize,
         _quantize_fake,
     ),
     (f"amax(Tensor x, {_CAST}? row, {_CAST}? col) -> Tensor[]", _amax, _amax_fake),
     (
-        f"quantize_scaled(Tensor x, Tensor scale, {_CAST} cast, bool row, bool col) -> Tensor[]",
+        f"quantize_scaled(Tensor x, Tensor scale, {_CAST} cast, bool row, bool col, "
+        "Tensor? after=None) -> Tensor[]",
         _quantize_scaled_op,
         _quantize_scaled_fake,
     ),
@@ -504,30 +550,15 @@ _OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         _dequantize,
         _dequantize_fake,
     ),
+    ("snapshot(Tensor x) -> Tensor", _snapshot, _snapshot_fake),
     ("transpose(Tensor data) -> Tensor", _transpose, _transpose_fake),
     ("swizzle(Tensor scale) -> Tensor", _swizzle, _swizzle_fake),
     (
-        f"fake_quantize(Tensor x, {_CAST}? row, {_CAST}? col, bool keep_col, Tensor? seed) "
-        "-> Tensor[]",
+        f"fake_quantize(Tensor x, {_CAST}? row, {_CAST}? col, bool keep_col, Tensor? seed, "
+        "Tensor? after=None) -> Tensor[]",
         _fake_quantize,
         _fake_quantize_fake,
     ),
 )
 
-_LIBRARY = torch.library.Library("minifloat", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def _define() -> None:
-    for schema, implementation, fake in _OPS:
-        name = schema.split("(", 1)[0]
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
-
-
-def _op(name: str) -> Any:
-    return getattr(torch.ops.minifloat, name).default
-
-
-if opaque.AVAILABLE:  # an op schema can only name a registered class
-    _define()
+library.define(_OPS)

@@ -7,28 +7,27 @@ from typing import NamedTuple
 
 import torch
 
-from . import dispatch, env
+from . import dispatch, env, recipe
 from ._version import __version__
-from .formats import FORMATS, HADAMARD_SIGN_MASK, Cast, Format
+from .formats import FORMATS, HIGH_PRECISION, Cast, Format
+from .recipe import Recipe
 
 __all__ = ["Row", "report", "rows"]
 
-# What the input, the weight and the gradient of a linear layer are cast to, per recipe.
-RECIPES: dict[str, tuple[Cast, Cast, Cast]] = {
-    "DelayedScaling": (Cast("fp8_e4m3"), Cast("fp8_e4m3"), Cast("fp8_e5m2")),
-    "Float8CurrentScaling": (Cast("fp8_e4m3"), Cast("fp8_e4m3"), Cast("fp8_e5m2")),
-    "Float8BlockScaling": (
-        Cast("fp8_e4m3_1x128", pow2=True),
-        Cast("fp8_e4m3_128x128", pow2=True),
-        Cast("fp8_e4m3_1x128", pow2=True),
-    ),
-    "MXFP8BlockScaling": (Cast("mxfp8_e4m3"), Cast("mxfp8_e4m3"), Cast("mxfp8_e4m3")),
-    "NVFP4BlockScaling": (
-        Cast("nvfp4", hadamard=HADAMARD_SIGN_MASK),
-        Cast("nvfp4_16x16"),
-        Cast("nvfp4", hadamard=HADAMARD_SIGN_MASK, stochastic=True),
-    ),
-    "high precision": (Cast("high_precision"),) * 3,
+
+def _casts(made: Recipe) -> tuple[Cast, ...]:
+    plan = made.plan()
+    return plan.x_row, plan.w_row, plan.g_row, plan.x_col, plan.w_col, plan.g_col
+
+
+# What the operands of a linear layer are cast to, per recipe; the input's row copy first.
+RECIPES: dict[str, tuple[Cast, ...]] = {
+    "DelayedScaling": _casts(recipe.DelayedScaling()),
+    "Float8CurrentScaling": _casts(recipe.Float8CurrentScaling()),
+    "Float8BlockScaling": _casts(recipe.Float8BlockScaling()),
+    "MXFP8BlockScaling": _casts(recipe.MXFP8BlockScaling()),
+    "NVFP4BlockScaling": _casts(recipe.NVFP4BlockScaling()),
+    "high precision": (Cast(HIGH_PRECISION.name),),
 }
 
 
@@ -44,12 +43,12 @@ class Row(NamedTuple):
 def rows(device: torch.device) -> list[Row]:
     """recipe x {quantize, gemm} -> backend and the reason for it."""
     out = []
-    for recipe, casts in RECIPES.items():
+    for name, casts in RECIPES.items():
         chosen = {dispatch.choose(c, device) for c in casts}
         # A recipe is as good as the operand that is served worst.
         backend, why = max(chosen, key=lambda c: _WORST.index(c[0]))
-        out.append(Row(recipe, "quantize", backend, why))
-        out.append(Row(recipe, "gemm", *gemm_backend(casts[0].format, device)))
+        out.append(Row(name, "quantize", backend, why))
+        out.append(Row(name, "gemm", *gemm_backend(casts[0].format, device)))
     return out
 
 

@@ -250,11 +250,13 @@ class Cast(Value):
     scale_max: int
     dtype: torch.dtype | None
     # Derived: the format; whether a Hadamard transform runs along the contraction; whether scales
-    # belong to tiles; and the shape rules as plain constants, which traced code can read.
+    # belong to tiles; the shape rules as plain constants, which traced code can read; and the
+    # largest code.
     format: Format
     transforms: bool
     tiled: bool
     layout: tuple[Any, ...]
+    limit: float
     _fields = (
         "format_name", "pow2", "eps", "hadamard", "stochastic", "row_scaled", "error",
         "scale_max", "dtype",
@@ -273,6 +275,7 @@ class Cast(Value):
             "transforms": self.hadamard >= 0,
             "tiled": fmt.tile is not None,
             "layout": _layout(fmt, self),
+            "limit": 0.0 if fmt.element is None else fmt.element.max,
         }
 
     def _refuse_nonsense(self, fmt: Format) -> None:
@@ -311,7 +314,17 @@ class Cast(Value):
 
 register(
     Cast,
-    real=(*Cast._fields, "format", "transforms", "tiled", "layout", "_key", "__eq__", "replace"),
+    real=(
+        *Cast._fields,
+        "format",
+        "transforms",
+        "tiled",
+        "layout",
+        "limit",
+        "_key",
+        "__eq__",
+        "replace",
+    ),
 )
 
 
@@ -319,7 +332,8 @@ class Operand(NamedTuple):
     """One direction of a quantized matrix, as a GEMM reads it: contraction last.
 
     `data[R, C]` holds codes (packed two per byte along C for 4 bits), `scale` is in the format's
-    stored layout, `amax` is the global amax of a two-level format.
+    stored layout, `amax` is the global amax of a two-level format. Data that is not codes (uint8)
+    is values: high precision, or an emulated format's, block scales applied, `amax` not.
     """
 
     data: torch.Tensor
@@ -327,3 +341,4 @@ class Operand(NamedTuple):
     amax: torch.Tensor | None
     cast: Cast
     columns: int  # logical C: packing and padding hide it
+    viewed: bool = False  # data and scale are transposed views of a copy in source orientation

@@ -11,8 +11,10 @@ Registration errors are never swallowed.
 
 from __future__ import annotations
 
+import math
 from abc import ABCMeta
 from collections.abc import Iterable
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
@@ -151,5 +153,35 @@ class Value(metaclass=OpaqueBaseMeta):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._key[1:]))})"
 
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        return repr(self), {type(self).__name__: type(self)}
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """Source that evaluates to this value, and what its names stand for: classes mostly."""
+        cls = type(self)
+        names: dict[str, Any] = {cls.__name__: cls}
+        fields = ", ".join(_source(field, names) for field in self._key[1:])
+        return f"{cls.__name__}({fields})", names
+
+
+def _source(field: Any, names: dict[str, Any]) -> str:
+    """Source of a field of a value; the names it uses are added to `names`."""
+    if type(field) is tuple:
+        return f"({''.join(_source(item, names) + ', ' for item in field)})"
+    if isinstance(field, Enum):
+        _name(type(field).__name__, type(field), names)
+        return f"{type(field).__name__}.{field.name}"
+    if hasattr(field, "__fx_repr__") and not isinstance(field, type):
+        source, inner = field.__fx_repr__()
+        for name, named in inner.items():
+            _name(name, named, names)
+        return str(source)
+    if isinstance(field, float) and not math.isfinite(field):
+        return f"float('{field}')"
+    if callable(field) and not isinstance(field, type):  # a function of the user: by reference
+        name = f"_callable_{id(field):x}"
+        _name(name, field, names)
+        return name
+    return repr(field)
+
+
+def _name(name: str, named: Any, names: dict[str, Any]) -> None:
+    if names.setdefault(name, named) is not named:
+        raise TypeError(f"two classes named {name!r} cannot be printed into one graph; rename one")

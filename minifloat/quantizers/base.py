@@ -52,6 +52,7 @@ class Quantizer(abc.ABC):
     # The classes of the results; the module that defines them binds them here.
     _storage_class: ClassVar[Any] = None
     _tensor_class: ClassVar[Any] = None
+    _recipe_class: ClassVar[Any] = None  # bound by `recipe`, too
     _frozen = False
     amax_reduction_group = None  # type: Any  # no annotation: it is never part of the value
 
@@ -448,8 +449,8 @@ class Quantizer(abc.ABC):
         return inp.dtype in dispatch.INPUT_DTYPES and inp.dim() > 0
 
     def _get_compatible_recipe(self) -> Any:
-        """The recipe class this quantizer belongs to, None until recipes exist."""
-        return None
+        """The recipe class this quantizer belongs to; None for a class of the user's own."""
+        return self._recipe_class
 
 
 def _reduced(amax: Tensor, group_name: str) -> Tensor:

@@ -11,7 +11,7 @@ from .hadamard import hadamard, hadamard_matrix
 from .matmul import matmul
 from .philox import philox, uniform16
 from .quantize import amax, fake_quantize, quantize, quantize_scaled
-from .scales import e8m0_decode, e8m0_from_amax, e8m0_multiplier, fp8_scale
+from .scales import dequantize_factor, e8m0_decode, e8m0_from_amax, e8m0_multiplier, fp8_scale
 from .swizzle import swizzle, unswizzle
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "decode",
     "delayed_update",
     "dequantize",
+    "dequantize_factor",
     "e8m0_decode",
     "e8m0_from_amax",
     "e8m0_multiplier",

@@ -191,7 +191,7 @@ class QuantizedTensorStorage(GatheredStorage):
                 # Swizzled bytes are those of the contraction-last matrix already.
                 swizzled = self._with_gemm_swizzled_scales
                 scale = scale.reshape(scale.shape[::-1]) if swizzled else scale.t()
-            return Operand(data.reshape(m, k).t(), scale, amax, cast, c)
+            return Operand(data.reshape(m, k).t(), scale, amax, cast, c, True)
         element = cast.format.element
         width = c if element is None else cdiv(c, element.per_byte)
         return Operand(data.reshape(k if col else m, width), scale, amax, cast, c)

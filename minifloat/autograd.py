@@ -1,0 +1,69 @@
+"""A chain of operations as one `torch.autograd.Function`: the only one that computes anything.
+
+A link is `(operation, call, leading)`: the operation's pure functions, the arguments of this call,
+and by how much it changes the number of rows. Tensors that autograd follows are arguments of the
+Function; everything else is in the calls. No module ever gets here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["chain"]
+
+Link = tuple[Any, Any]
+
+
+def chain(links: tuple[Link, ...], x: Tensor, *params: Tensor | None) -> Tensor:
+    """Run the links on `x`; `params` are those of all links, in order."""
+    if torch.is_grad_enabled():
+        return _Chain.apply(links, x, *params)  # type: ignore[no-any-return,no-untyped-call]
+    return _run(links, x, params)[0]
+
+
+def _run(
+    links: tuple[Link, ...], x: Any, params: tuple[Any, ...]
+) -> tuple[Tensor, list[Any], list[int]]:
+    """(output, tensors to save, how many of them each link has)."""
+    lead = x.shape[:-1]
+    y = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    saved: list[Any] = []
+    counts = []
+    at = 0
+    for op, call in links:
+        y, kept = op.compute(y, params[at : at + op.params], call)
+        at += op.params
+        saved.extend(kept)
+        counts.append(len(kept))
+        lead = op.leading(lead, call) if hasattr(op, "leading") else lead
+    if len(lead) != 1:
+        y = y.reshape(*lead, y.shape[-1])
+    return y, saved, counts
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, links: tuple[Link, ...], x: Any, *params: Any) -> Tensor:
+        y, saved, counts = _run(links, x, params)
+        ctx.save_for_backward(*saved)
+        ctx.links = links
+        ctx.counts = counts
+        ctx.shape = x.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        end = len(saved)
+        grads: tuple[Any, ...] = ()
+        g: Any = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
+        for (op, call), count in zip(reversed(ctx.links), reversed(ctx.counts), strict=True):
+            g, of_params = op.backward(g, saved[end - count : end], call)
+            end -= count
+            grads = (*of_params, *grads)
+        if g is not None and len(ctx.shape) != 2:
+            g = g.reshape(ctx.shape)
+        return None, g, *grads

@@ -1,0 +1,430 @@
+"""One product, `gemm(a[M, K], b[N, K]) -> [M, N]`, and the table of what multiplies which pair.
+
+A pair of formats is *native* where PyTorch's scaled matmul takes its codes on the device at hand.
+Every other pair is emulated: codes become values that hold them exactly (bf16 on CUDA, fp32
+elsewhere), a high-precision product with fp32 accumulation multiplies those, and what scales whole
+operands scales the product. High precision is a format like any other: its codes are its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from . import dispatch, env, library, reference
+from .formats import E4M3, Cast, Format, Operand, Scale, cdiv, rup
+
+__all__ = ["Backend", "backend", "gemm", "is_native"]
+
+Native = Callable[[Operand, Operand, torch.dtype, Tensor | None, bool], Tensor]
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Backend(NamedTuple):
+    """What multiplies a pair of formats, and why."""
+
+    name: str  # "native", "emulated", "cpu"
+    why: str
+
+
+def backend(a: Cast, b: Cast, device: torch.device) -> Backend:
+    """The row of the table for casts `a` and `b` on `device`."""
+    fa, fb = a.format, b.format
+    if fa.element is None and fb.element is None:
+        return Backend("native", "PyTorch multiplies high precision on every device")
+    if device.type != "cuda":
+        return Backend("cpu", "decoded operands, fp32 products: the formats' arithmetic")
+    sm = f"sm_{env.capability(device)}"
+    if _native(a, b, device) is not None:
+        return Backend("native", f"{sm} tensor cores multiply {fa.name} by {fb.name}")
+    why = f"{sm} has no tensor cores for {fa.name} by {fb.name}"
+    need = _need(fa) if fa is fb else None
+    return Backend("emulated", why + (f" ({need})" if need else "") + "; exact in high precision")
+
+
+def _need(fmt: Format) -> str | None:
+    if fmt.native is None:
+        return None
+    low, high = fmt.native
+    return f"sm_{low}" + (f" to below sm_{high}" if high < 1 << 15 else " or later")
+
+
+def is_native(cast: Cast, device: torch.device) -> bool:
+    """Whether `device` has tensor cores for `cast`'s format at all."""
+    return device.type == "cuda" and _runs(cast.format, device)
+
+
+def _runs(fmt: Format, device: torch.device) -> bool:
+    capability = env.capability(device)
+    if fmt.native is None or capability is None:
+        return False
+    low, high = fmt.native
+    return low <= capability < high
+
+
+# ---------------------------------------------------------------------------------------- the front
+def gemm(
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """`a b^T + bias`, any sizes, zero included.
+
+    `fast` lets FP8 tensor cores keep their short accumulator. With `out` (fp32 or bf16) the result
+    is stored there, or added to it in its dtype.
+    """
+    if out is not None:
+        y = gemm(a, b, out.dtype, bias=bias, fast=fast)
+        return out.add_(y) if accumulate else out.copy_(y)
+    if not library.traced():
+        _check(a, b)
+        return _gemm(a, b, out_dtype, bias, fast)
+    if not _coded(a) and not _coded(b) and a.amax is None and b.amax is None:
+        return _product(a.data, b.data, out_dtype, bias)  # plain aten, which Inductor owns
+    return library.op("gemm")(*_flat(a), *_flat(b), out_dtype, bias, fast)  # type: ignore[no-any-return]
+
+
+def _check(a: Operand, b: Operand) -> None:
+    if a.columns != b.columns:
+        raise ValueError(
+            f"contraction: a has {a.columns} columns and b has {b.columns}; they must agree"
+        )
+
+
+def _gemm(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    native = _native(a.cast, b.cast, a.data.device) if _coded(a) and _coded(b) else None
+    if native is None:
+        return _emulated(a, b, out_dtype, bias)
+    if 0 in (a.data.shape[0], b.data.shape[0], a.columns):
+        return _product(_values(a, torch.bfloat16), _values(b, torch.bfloat16), out_dtype, bias)
+    return native(a, b, out_dtype, bias, fast)
+
+
+def _coded(o: Operand) -> bool:
+    return o.data.dtype is torch.uint8
+
+
+# ------------------------------------------------------------------------------------------- native
+def _native(a: Cast, b: Cast, device: torch.device) -> Native | None:
+    """The function of the table that multiplies codes of `a` and `b` on `device`, if one does."""
+    fa, fb = a.format, b.format
+    if device.type != "cuda" or not (_runs(fa, device) and _runs(fb, device)):
+        return None
+    if fa.element is fb.element and fa.element is not E4M3 and fa.scale is Scale.F32:
+        return None  # tensor cores multiply no E5M2 by E5M2
+    if fa.scale is not fb.scale or a.row_scaled or b.row_scaled:
+        return None
+    return _NATIVE.get((fa.scale, fa.tile, fb.tile))
+
+
+def _tensorwise(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    assert a.scale is not None and b.scale is not None
+    m, n = a.data.shape[0], b.data.shape[0]
+    x, w = _padded(a, 1, 16), _padded(b, 16, 16)
+    fused = bias is not None and n % 16 == 0 and out_dtype in HALF
+    y = torch._scaled_mm(
+        x,
+        w.t(),
+        scale_a=a.scale,
+        scale_b=b.scale,
+        bias=bias.to(out_dtype) if fused else None,  # type: ignore[union-attr]
+        out_dtype=out_dtype,
+        use_fast_accum=fast,
+    )
+    return _finish(y, m, n, None if fused else bias)
+
+
+def _blockwise(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    m, n = a.data.shape[0], b.data.shape[0]
+    (x, sa), (w, sb) = _block_operand(a, 4), _block_operand(b, 16)
+    dtype = out_dtype if out_dtype in HALF else torch.float32
+    # These products always promote their partial sums: `fast` has no meaning for them.
+    y = _scaled_mm_v2(x, w, [sa], [_SCALING[a.cast.format.tile]], [sb],
+                      [_SCALING[b.cast.format.tile]], [], dtype)  # fmt: skip
+    return _finish(y, m, n, bias)
+
+
+def _block_operand(o: Operand, rows: int) -> tuple[Tensor, Tensor]:
+    """Codes padded to whole blocks, and scales as cuBLASLt reads them: block-contraction major."""
+    fmt = o.cast.format
+    assert fmt.tile is not None and o.scale is not None
+    data = _padded(o, max(rows, fmt.tile[0]), 128)
+    if not fmt.scale_transposed:
+        return data, o.scale.t()
+    r = data.shape[0]
+    scale = o.scale
+    if scale.shape[1] != r:  # stored with rows rounded to 4; zeros there, times zero codes
+        scale = torch.nn.functional.pad(scale[:, : o.data.shape[0]], (0, r - o.data.shape[0]))
+    return data, scale.t()
+
+
+def _microscaled(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    m, n = a.data.shape[0], b.data.shape[0]
+    x, w = _padded(a, 1, 32), _padded(b, 16, 32)
+    scales, recipe = [], [ScalingType.BlockWise1x32]
+    for o, data in ((a, x), (b, w)):
+        scales.append([_swizzled(o, data.shape[0], 32).view(torch.float8_e8m0fnu)])
+    dtype = out_dtype if out_dtype in HALF else torch.float32
+    swizzle = [SwizzleType.SWIZZLE_32_4_4]
+    y = _scaled_mm_v2(x, w, scales[0], recipe, scales[1], recipe, swizzle, dtype)
+    return _finish(y, m, n, bias)
+
+
+def _two_level(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    m, n = a.data.shape[0], b.data.shape[0]
+    x, w = _padded(a, 1, 32), _padded(b, 16, 32)
+    scales, recipe = [], [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    for o, data in ((a, x), (b, w)):
+        block = _swizzled(o, data.shape[0], 16).view(torch.float8_e4m3fn)
+        alpha = _alpha(o)
+        assert alpha is not None
+        scales.append([block, alpha.reshape(1)])
+    dtype = out_dtype if out_dtype in HALF else torch.float32
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    y = _scaled_mm_v2(x, w, scales[0], recipe, scales[1], recipe, swizzle, dtype)
+    return _finish(y, m, n, bias)
+
+
+_SCALING: dict[Any, ScalingType] = {
+    (1, 128): ScalingType.BlockWise1x128,
+    (128, 128): ScalingType.BlockWise128x128,
+}
+_NATIVE: dict[tuple[Scale, Any, Any], Native] = {
+    (Scale.F32, None, None): _tensorwise,
+    (Scale.F32, (1, 128), (1, 128)): _blockwise,
+    (Scale.F32, (1, 128), (128, 128)): _blockwise,
+    (Scale.F32, (128, 128), (1, 128)): _blockwise,
+    **{(Scale.E8M0, a, b): _microscaled for a in ((1, 32), (32, 32)) for b in ((1, 32), (32, 32))},
+    **{
+        (Scale.E4M3_F32, a, b): _two_level for a in ((1, 16), (16, 16)) for b in ((1, 16), (16, 16))
+    },
+}
+
+
+def _scaled_mm_v2(
+    x: Tensor,
+    w: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[ScalingType],
+    scale_b: list[Tensor],
+    recipe_b: list[ScalingType],
+    swizzle: list[SwizzleType],
+    dtype: torch.dtype,
+) -> Tensor:
+    """`F.scaled_mm`, less 2.5 us of argument handling."""
+    order = [s.value for s in swizzle]
+    return torch._scaled_mm_v2(
+        x, w.t(), scale_a, [r.value for r in recipe_a], order,
+        scale_b, [r.value for r in recipe_b], order, None, dtype, [], False,
+    )  # fmt: skip
+
+
+def _padded(o: Operand, rows: int, columns: int) -> Tensor:
+    """Codes of `o`, as PyTorch types them, rounded up with zeros to multiples of these."""
+    element = o.cast.format.element
+    assert element is not None
+    data = o.data if not o.viewed else dispatch.transpose(o.data.t())
+    r, c = rup(data.shape[0], rows), rup(o.columns, columns) // element.per_byte
+    if (r, c) != tuple(data.shape):
+        data = torch.nn.functional.pad(data, (0, c - data.shape[1], 0, r - data.shape[0]))
+    return data.view(element.torch_dtype or torch.float4_e2m1fn_x2)
+
+
+def _swizzled(o: Operand, rows: int, block: int) -> Tensor:
+    """Scale bytes in 128x4 tiles, the valid ones followed by zeros."""
+    assert o.scale is not None
+    valid = o.scale[: o.data.shape[0], : cdiv(o.columns, block)]
+    padded = rup(rows, 128) - valid.shape[0], rup(valid.shape[1], 4) - valid.shape[1]
+    return dispatch.swizzle(torch.nn.functional.pad(valid, (0, padded[1], 0, padded[0])))
+
+
+def _finish(y: Tensor, m: int, n: int, bias: Tensor | None) -> Tensor:
+    if y.shape != (m, n):
+        y = y[:m, :n].contiguous()
+    return y if bias is None else y.add_(bias)
+
+
+# ----------------------------------------------------------------------------------------- emulated
+def _emulated(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    if _partial_scales(a) and _partial_scales(b):
+        return _by_blocks(a, b, out_dtype, bias)
+    dtype = _compute_dtype(a, b)
+    alphas = [s for s in (_alpha(a), _alpha(b)) if s is not None]
+    if not alphas:
+        return _product(_values(a, dtype), _values(b, dtype), out_dtype, bias)
+    scale = _scale_of_product(a, b)
+    # One rounding to bf16 before the scale keeps the error under twice the plain product's; a
+    # wider result is scaled in fp32.
+    wide = dtype if out_dtype == dtype else torch.float32
+    y = _product(_values(a, dtype), _values(b, dtype), wide, None)
+    out = y if wide == out_dtype else torch.empty_like(y, dtype=out_dtype)
+    torch.mul(y, scale, out=out)
+    return out if bias is None else out.add_(bias)
+
+
+def _scale_of_product(a: Operand, b: Operand) -> Tensor:
+    """fp32 `[M or 1, N or 1]`."""
+    sa, sb = _alpha(a), _alpha(b)
+    if sa is None or sb is None:
+        one = sb.t() if sa is None else sa  # type: ignore[union-attr]
+        return one
+    return sa * sb.t()
+
+
+def _partial_scales(o: Operand) -> bool:
+    """Scales that no bf16 absorbs: the partial product of each block takes them."""
+    fmt = o.cast.format
+    return _coded(o) and fmt.scale is Scale.F32 and fmt.tile is not None and not o.cast.pow2
+
+
+def _compute_dtype(a: Operand, b: Operand) -> torch.dtype:
+    """bf16 holds every format's values exactly; CPUs multiply fp32 faster."""
+    if a.data.device.type != "cuda":
+        pair = {a.data.dtype, b.data.dtype}
+        return pair.pop() if len(pair) == 1 and torch.uint8 not in pair else torch.float32
+    plain = [o.data.dtype for o in (a, b) if not _coded(o)]
+    if any(d is not torch.bfloat16 for d in plain):
+        return plain[0] if len(set(plain)) == 1 and len(plain) == 2 else torch.float32
+    return torch.bfloat16
+
+
+def _values(o: Operand, dtype: torch.dtype) -> Tensor:
+    """Contraction-last values, block scales applied, without what multiplies the product."""
+    if not _coded(o):
+        return o.data.to(dtype)
+    fmt = o.cast.format
+    assert fmt.element is not None
+    if fmt.tile is None:
+        return _codes(o).to(dtype)
+    if o.data.device.type != "cuda":
+        data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.data, o.scale)  # type: ignore[union-attr]
+        return reference.unscaled(data, scale, o.cast, o.columns, col=o.viewed).to(dtype)
+    cast = o.cast.replace(hadamard=-1)  # values stay in the transformed domain
+    amax = None if o.amax is None else _unit(o)
+    data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.data, o.scale)  # type: ignore[union-attr]
+    r = o.data.shape[0]
+    shape = (o.columns, r) if o.viewed else (r, o.columns)
+    made = dispatch.dequantize(data, scale, amax, cast, shape, dtype, col=o.viewed)
+    return made.t() if o.viewed else made
+
+
+def _codes(o: Operand) -> Tensor:
+    """8-bit codes as PyTorch types them."""
+    element = o.cast.format.element
+    assert element is not None and element.torch_dtype is not None
+    return o.data.view(element.torch_dtype)
+
+
+def _unit(o: Operand) -> Tensor:
+    """The amax whose global scale is one: dequantizing with it applies block scales alone."""
+    assert o.amax is not None and o.cast.format.element is not None
+    return torch.full_like(o.amax, o.cast.format.element.max * o.cast.scale_max)
+
+
+def _alpha(o: Operand) -> Tensor | None:
+    """What multiplies the product: `[1, 1]`, or `[R, 1]` where each row has its own; None: 1."""
+    fmt = o.cast.format
+    if fmt.two_level:
+        assert o.amax is not None
+        return (o.amax * reference.dequantize_factor(o.cast)).reshape(-1, 1)
+    if fmt.tile is None and fmt.element is not None and o.scale is not None:
+        return o.scale.reshape(1, 1)
+    return None
+
+
+def _by_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """`y += (partial * scale_1d) * scale_other` over blocks of the contraction, in fp32."""
+    fa, fb = a.cast.format, b.cast.format
+    if fa.square and fb.square:
+        raise ValueError(
+            f"no GEMM multiplies {fa.name} by {fb.name}: one operand must have 1-D blocks"
+        )
+    assert fa.tile is not None
+    dtype = torch.bfloat16 if a.data.device.type == "cuda" else torch.float32
+    va = _codes(a).to(dtype)
+    vb = _codes(b).to(dtype)
+    sa, sb = _row_scales(a), _row_scales(b)
+    y = torch.zeros(va.shape[0], vb.shape[0], device=va.device)
+    for i in range(cdiv(a.columns, fa.tile[1])):
+        block = slice(i * fa.tile[1], (i + 1) * fa.tile[1])
+        partial = _product(va[:, block], vb[:, block], torch.float32, None)
+        first, second = sa[:, i, None], sb[None, :, i]
+        if fa.square:
+            first, second = second, first
+        y.addcmul_(partial.mul_(first), second)
+    if bias is not None:
+        y.add_(bias)
+    return y.to(out_dtype)
+
+
+def _row_scales(o: Operand) -> Tensor:
+    """fp32 `[R, contraction blocks]`."""
+    fmt = o.cast.format
+    assert o.scale is not None and fmt.scale_tile is not None
+    s = o.scale.t() if fmt.scale_transposed else o.scale
+    return s.repeat_interleave(fmt.scale_tile[0], 0)[: o.data.shape[0]]
+
+
+def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """`a b^T + bias` of two high-precision matrices of one dtype, accumulated in fp32."""
+    if a.dtype != b.dtype:
+        wide = torch.promote_types(a.dtype, b.dtype)
+        a, b = a.to(wide), b.to(wide)
+    if a.is_cuda and a.dtype in HALF and out_dtype is torch.float32:
+        y = torch.mm(a, b.t(), out_dtype=torch.float32)
+        return y if bias is None else y + bias
+    if bias is not None and a.dtype == out_dtype:
+        return torch.addmm(bias.to(a.dtype), a, b.t())
+    y = torch.mm(a, b.t()).to(out_dtype)
+    return y if bias is None else y + bias.to(out_dtype)
+
+
+# ------------------------------------------------------------------------------------------- the op
+def _flat(o: Operand) -> tuple[Any, ...]:
+    return o.data, o.scale, o.amax, o.cast, o.columns, o.viewed
+
+
+def _gemm_op(*args: Any) -> Tensor:
+    a, b = Operand(*args[:6]), Operand(*args[6:12])
+    return _gemm(a, b, *args[12:])
+
+
+def _gemm_fake(*args: Any) -> Tensor:
+    a, b, out_dtype = args[0], args[6], args[12]
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)  # type: ignore[no-any-return]
+
+
+_CAST = f"{Cast.__module__}.{Cast.__qualname__}"
+_OPERAND = (
+    "Tensor {0}, Tensor? {0}_scale, Tensor? {0}_amax, {1} {0}_cast, SymInt {0}_columns, "
+    "bool {0}_viewed"
+)
+library.define(
+    (
+        (
+            f"gemm({_OPERAND.format('a', _CAST)}, {_OPERAND.format('b', _CAST)}, "
+            "ScalarType out_dtype, Tensor? bias, bool fast) -> Tensor",
+            _gemm_op,
+            _gemm_fake,
+        ),
+    )
+)

@@ -1,0 +1,185 @@
+"""`Module`: what every quantized module shares.
+
+A forward begins with `_begin`, which reads the ambient state once and returns all that the
+operations need of it; nothing below a module reads it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .. import dispatch
+from ..formats import HIGH_PRECISION, Cast
+from ..operands import Live
+from ..recipe.autocast import STATE, note
+from ..recipe.base import Recipe
+from ..recipe.delayed import DelayedState, Slots, update
+from ..recipe.plan import Plan
+from ..recipe.replay import Entry, tape
+from ..recipe.roles import QuantizerRole
+
+__all__ = ["HIGH_PLAN", "Begun", "Module"]
+
+_HIGH = Cast(HIGH_PRECISION.name)
+HIGH_PLAN = Plan(
+    *(_HIGH,) * 6, (False,) * 3, (False,) * 3, "", (False,) * 5, None, None, None, _HIGH, _HIGH,
+    True, "high precision",
+)  # fmt: skip
+
+Lives = tuple[Live | None, Live | None, Live | None]
+RoleKeys = tuple[tuple[str, str, str] | None, ...] | None
+
+
+class Begun(NamedTuple):
+    """What one forward captured: its plan, delayed scaling's tensors, and its record."""
+
+    plan: Plan
+    live: Lives
+    slots: Slots | None
+    group: str | None
+    calibration: Plan | None
+    entry: Entry | None
+    replays: bool
+
+
+class Module(nn.Module):
+    """Base of our modules, and of a user's own that take part in recipes.
+
+    `get_quantizer_roles` says what each quantized tensor is; `delayed` is delayed scaling's state.
+    """
+
+    module_type = "linear"
+    delayed: DelayedState
+
+    def _setup(self, name: str | None, device: torch.device | str | None) -> None:
+        """Call once, after `nn.Module.__init__`."""
+        self.name = name
+        self._output_role: QuantizerRole | None = None
+        self._grad_input_role: QuantizerRole | None = None
+        self._role_keys: tuple[RoleKeys, RoleKeys] | None = None
+        self._has_own_roles = type(self).get_quantizer_roles is not Module.get_quantizer_roles
+        self._anonymous = _anonymous(self.module_type)
+        self.delayed = DelayedState(device)
+
+    # --------------------------------------------------------------------------------- roles
+    def get_quantizer_roles(
+        self, *, fwd: bool, num_quantizers: int
+    ) -> list[QuantizerRole | None] | None:
+        """Roles of (input, weight, output), or of (grad_output, grad_input); None: by position."""
+        name = self.name or ""
+        kinds = ("input", "weight") if fwd else ("grad_output",)
+        roles: list[QuantizerRole | None] = [
+            QuantizerRole(self.module_type, kind, name) for kind in kinds
+        ]
+        return [*roles, self._output_role if fwd else self._grad_input_role]
+
+    @property
+    def output_quantizer_role(self) -> QuantizerRole | None:
+        """Who consumes the output; None: nobody in particular."""
+        return self._output_role
+
+    @output_quantizer_role.setter
+    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._output_role = role
+        self._role_keys = None
+        self._has_own_roles = True
+
+    @property
+    def grad_input_quantizer_role(self) -> QuantizerRole | None:
+        """Who consumes the gradient of the input."""
+        return self._grad_input_role
+
+    @grad_input_quantizer_role.setter
+    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._grad_input_role = role
+        self._role_keys = None
+        self._has_own_roles = True
+
+    def _roles(self, recipe: Recipe) -> tuple[RoleKeys, RoleKeys]:
+        # Built-in recipes do not ask for names, on which compiled layers would be told apart.
+        if not recipe.custom() and not self._has_own_roles:
+            return self._anonymous
+        # A graph that read the cache would be traced again once it is filled.
+        traced = torch.compiler.is_compiling()
+        if not traced and self._role_keys is not None:
+            return self._role_keys
+        keys = (
+            _keys(self.get_quantizer_roles(fwd=True, num_quantizers=3)),
+            _keys(self.get_quantizer_roles(fwd=False, num_quantizers=2)),
+        )
+        if not traced:
+            self._role_keys = keys
+        return keys
+
+    # ------------------------------------------------------------------------- start of forward
+    def _begin(self) -> Begun:
+        """Read the ambient state, once; in a recompute, what the first run read."""
+        found, replays = (None, False) if torch.compiler.is_compiling() else tape()
+        entry: Entry | None = None
+        if replays:
+            assert found is not None
+            entry = found.replay()
+            plan, calibration, group = entry.plan, entry.calibration, entry.group
+        else:
+            recipe, other, group = STATE.recipe, STATE.calibration, STATE.group
+            plan = HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
+            calibration = None if other is None else other.plan(*self._roles(other))
+            if found is not None:
+                entry = Entry(plan, calibration, group)
+                found.record(entry)
+        if plan.update is None:
+            return Begun(plan, (None, None, None), None, group, calibration, entry, replays)
+        state = self.delayed
+        if not replays:
+            if not STATE.checkpointed:
+                state.used = True
+            if state.history_forward.shape[0] != plan.update.history_len:
+                state.fit(plan.update.history_len)
+            if not STATE.checkpointed:
+                note(state, plan)
+        x: Live | None = state.live("input") if plan.delayed[0] else None
+        w: Live | None = state.live("weight") if plan.delayed[1] else None
+        g = state.live("grad_output") if plan.delayed[3] else None
+        if replays:
+            assert entry is not None
+            # Forward's scales; its amaxes are recorded already.
+            x = None if entry.scales[0] is None else (entry.scales[0], None)
+            w = None if entry.scales[1] is None else (entry.scales[1], None)
+        elif entry is not None:
+            entry.scales = [None if s is None else s[0].clone() for s in (x, w)]
+        elif torch.compiler.is_compiling():
+            # The scales move on before backward, where a graph would read them again.
+            w = None if w is None else (dispatch.snapshot(w[0]), w[1])
+            if STATE.checkpointed:
+                x = None if x is None else (dispatch.snapshot(x[0]), x[1])
+        limits = (plan.g_row.limit, plan.dx_row.limit)
+        slots = state.backward_slots(limits) if torch.is_grad_enabled() else None
+        return Begun(plan, (x, w, g), slots, group, calibration, entry, replays)
+
+    def _end(self, begun: Begun) -> None:
+        """Close a forward inside a compiled checkpoint, where no note may leave the graph."""
+        if STATE.checkpointed and begun.plan.update is not None and torch.is_grad_enabled():
+            plan = begun.plan
+            limits = (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit)
+            update(self.delayed.forward_slots(limits), begun.plan.update, begun.group)
+
+    def _where(self) -> str:
+        """How messages call this module."""
+        return f"{type(self).__name__}({self.name})" if self.name else type(self).__name__
+
+
+def _anonymous(module_type: str) -> tuple[RoleKeys, RoleKeys]:
+    """Roles without names, boundary slots without consumers."""
+    kinds = ("input", "weight"), ("grad_output",)
+    forward, backward = ((*((module_type, kind, "") for kind in of), None) for of in kinds)
+    return forward, backward
+
+
+def _keys(roles: list[QuantizerRole | None] | None) -> RoleKeys:
+    """Roles as plain strings, which traced code can hand to a recipe."""
+    if roles is None:
+        return None
+    return tuple([None if r is None else (r.module_type, r.tensor_type, r.name) for r in roles])

@@ -1,0 +1,53 @@
+"""`checkpoint`: activation checkpointing that repeats forward bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as _torch
+
+from ..recipe.autocast import STATE
+
+__all__ = ["checkpoint"]
+
+
+def checkpoint(
+    function: Any,
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Any = None,
+    tp_group: Any = None,
+    use_reentrant: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`torch.utils.checkpoint.checkpoint`, of which ours is an alias in eager.
+
+    Our modules find in a recompute what they read in forward: the recipe, and delayed scaling's
+    scales. Under `torch.compile` this tells PyTorch to repeat what is inside an autograd.Function
+    (2.11 would not) and to keep delayed scaling's scales of now.
+    """
+    if distribute_saved_activations or get_rng_state_tracker is not None or tp_group is not None:
+        raise NotImplementedError(
+            "checkpoint: distribute_saved_activations, get_rng_state_tracker and tp_group are not "
+            "supported; leave them at their defaults"
+        )
+    if not torch.compiler.is_compiling() or use_reentrant or "context_fn" in kwargs:
+        return _torch.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+    outer, STATE.checkpointed = STATE.checkpointed, True
+    made = _torch.checkpoint(
+        function, *args, use_reentrant=False, context_fn=_recompute_all, **kwargs
+    )
+    STATE.checkpointed = outer
+    return made
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Repeat everything but the copies of what moves on between forward and backward."""
+    if op is torch.ops.minifloat.snapshot.default:
+        return _torch.CheckpointPolicy.MUST_SAVE
+    return _torch.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _recompute_all() -> Any:
+    return _torch.create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]

@@ -1,0 +1,114 @@
+"""Parameters of a linear module: where they live, how they are split, initialised, quantized."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..recipe import Recipe, RecipeState
+from ..recipe.delayed import DelayedState
+
+__all__ = ["default_device", "default_init", "initialise", "quantized_parameter", "splits"]
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """`device`, or the default device, or the current accelerator, else the CPU."""
+    if device is not None:
+        return torch.device(device)
+    default = torch.get_default_device()
+    if default.type != "cpu":
+        return default
+    return torch.accelerator.current_accelerator(check_available=True) or default
+
+
+def default_init(weight: Tensor) -> Tensor:
+    return nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def splits(given: Any, out_features: int, tp_size: int, where: str) -> dict[str, int]:
+    """{prefix of the parameters: rows}; the prefix of an unsplit module is empty."""
+    if given is None:
+        return {"": out_features}
+    if not given:
+        raise ValueError(f"{where}: parameters_split is empty; name at least one parameter")
+    if isinstance(given, Mapping):
+        sizes = dict(given)
+    elif isinstance(given, Iterable) and not isinstance(given, str):
+        names = list(given)
+        if out_features % len(names):
+            raise ValueError(
+                f"{where}: parameters_split names {len(names)} parameters, which do not divide "
+                f"out_features={out_features}; give a dict of sizes"
+            )
+        sizes = dict.fromkeys(names, out_features // len(names))
+    else:
+        raise TypeError(
+            f"{where}: parameters_split: got {type(given).__name__}; a list of names or a dict "
+            "{name: rows} is needed"
+        )
+    if sum(sizes.values()) != out_features:
+        raise ValueError(
+            f"{where}: parameters_split: sizes {sizes} sum to {sum(sizes.values())}; "
+            f"out_features is {out_features}"
+        )
+    for name, size in sizes.items():
+        if size % tp_size:
+            raise RuntimeError(
+                f"{where}: parameters_split: {name!r} has {size} rows, which tp_size={tp_size} "
+                "does not divide"
+            )
+    return {name.rstrip("_") + "_": size // tp_size for name, size in sizes.items()}
+
+
+def initialise(
+    weights: Iterable[Tensor],
+    init_method: Callable[[Tensor], Any],
+    tracker: Callable[[], Any] | None,
+    tracker_name: str | None,
+    where: str,
+) -> None:
+    """Fill the weights; NaN is refused."""
+    fork = contextlib.nullcontext()
+    if tracker is not None:
+        fork = tracker().fork(tracker_name) if tracker_name else tracker().fork()
+    with torch.no_grad(), fork:
+        for weight in weights:
+            init_method(weight)
+            if weight.numel() and bool(weight.isnan().any()):
+                raise ValueError(
+                    f"{where}: init_method left NaN in the weight; let it write every element"
+                )
+
+
+def quantized_parameter(
+    value: Tensor, recipe: Recipe, roles: Any, state: DelayedState, preserve: bool
+) -> nn.Parameter:
+    """A parameter that holds `value` as `recipe` quantizes weights."""
+    made = RecipeState.create(
+        recipe, mode="forward", num_quantizers=3, device=value.device, roles=roles
+    ).make_quantizers()[1]
+    quantizer = made.copy()
+    if recipe_scales_by_history(quantizer):
+        quantizer.scale, quantizer.amax = state.scale_weight, state.amax_weight
+    quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
+    quantizer.internal = False
+    with torch.no_grad():
+        parameter = nn.Parameter(quantizer.quantize(value))
+    if preserve:
+        _preserve(parameter, value.detach().cpu())
+    return parameter
+
+
+def recipe_scales_by_history(quantizer: Any) -> bool:
+    return bool(quantizer._state_written())
+
+
+def _preserve(parameter: Any, value: Tensor) -> None:
+    """`get_high_precision_init_val()` and `clear_high_precision_init_val()` on a parameter."""
+    held: list[Tensor] = [value]
+    parameter.get_high_precision_init_val = lambda: held[0] if held else None
+    parameter.clear_high_precision_init_val = held.clear

@@ -1,0 +1,119 @@
+"""Weight workspaces: a weight that is cast once and multiplied several times.
+
+A workspace is plain tensors: the parts of the row and of the column operand. It is passed into the
+core and comes out of it; nothing here knows a module.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..operands import Live
+from ..ops.linear import Workspace as Copies
+from ..ops.linear import weight_operands
+from ..recipe.plan import Plan
+
+__all__ = ["Cached", "cast_weight", "quantize_weight"]
+
+
+class Cached(NamedTuple):
+    """A cast weight: its copies, `Plan.weight_key` of the casts, and delayed scaling's scale."""
+
+    copies: Copies
+    key: str
+    scale: Tensor | None
+
+
+def cast_weight(
+    weight: Tensor,
+    plan: Plan,
+    live: Live | None,
+    cached: Cached | None,
+    *,
+    col: bool,
+    update: bool,
+) -> tuple[Cached, Cached | None]:
+    """(what to multiply, the new workspace or None).
+
+    A miss casts and returns the workspace twice. A hit is `cached`, cast again in place if
+    `update`, and None. A workspace of other casts, or without a column copy that is wanted now, is
+    a miss.
+    """
+    hit = cached is not None and _fits(cached, plan, col)
+    if hit and not update:
+        assert cached is not None
+        return cached, None
+    with torch.no_grad():
+        copies = weight_operands(weight.detach(), plan, live, col or hit)
+        scale = None if live is None else live[0].clone()
+        if not hit:
+            made = Cached(copies, plan.weight_key, scale)
+            return made, made
+        assert cached is not None
+        for kept, new in zip(_flat(cached), (*copies[0], *copies[1], scale), strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new)
+    return cached, None
+
+
+def _fits(cached: Cached, plan: Plan, col: bool) -> bool:
+    return cached.key == plan.weight_key and not (col and cached.copies[1][0] is None)
+
+
+def _flat(cached: Cached) -> tuple[Tensor | None, ...]:
+    return (*cached.copies[0], *cached.copies[1], cached.scale)
+
+
+def quantize_weight(
+    *,
+    tensor: Any = None,
+    quantizer: Any = None,
+    workspace: Any = None,
+    update_workspace: bool = True,
+    skip_update_flag: Tensor | None = None,
+    fsdp_group: Any = None,
+    workspace_dtype: torch.dtype | None = None,
+    cache: bool = False,
+) -> tuple[Any, Any]:
+    """(weight for a GEMM, new workspace or None), on quantized tensors.
+
+    A quantized `tensor` is returned as it is. A `workspace` that has the copies `quantizer` asks
+    for is a hit: it is quantized again in place if `update_workspace` (and `skip_update_flag` is
+    not 1.0) and returned with None. Else `tensor` is quantized, and is the new workspace if
+    `cache`.
+    """
+    from ..tensors import QuantizedTensorStorage
+
+    if fsdp_group is not None:
+        raise NotImplementedError("fsdp_group: FSDP1 is not supported; use FSDP2 (fully_shard)")
+    if isinstance(tensor, QuantizedTensorStorage):
+        if quantizer is not None:
+            tensor.update_usage(
+                rowwise_usage=quantizer.rowwise_usage or None,
+                columnwise_usage=quantizer.columnwise_usage or None,
+            )
+        return tensor, None
+    if workspace is not None and quantizer is not None and not _has(workspace, quantizer):
+        workspace = None
+    if workspace is not None:
+        if update_workspace:
+            if tensor is None:
+                raise ValueError("tensor: None; updating a workspace needs the weight")
+            workspace.quantize_(tensor, noop_flag=skip_update_flag)
+        return workspace, None
+    if tensor is None or quantizer is None:
+        missing = "tensor" if tensor is None else "quantizer"
+        raise ValueError(
+            f"{missing}: None; without a workspace both tensor and quantizer are needed"
+        )
+    with torch.no_grad():
+        made = quantizer.quantize(tensor, dtype=workspace_dtype)
+    return made, made if cache else None
+
+
+def _has(workspace: Any, quantizer: Any) -> bool:
+    usages = workspace.get_usages()
+    return all(usages[k] or not v for k, v in quantizer.get_usages().items())

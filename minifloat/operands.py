@@ -1,0 +1,148 @@
+"""From a matrix to what GEMMs read: both directions of it, in the form this device multiplies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import collectives, dispatch, gemm
+from .formats import Cast, Operand, cdiv
+from .layout import part_names
+
+__all__ = ["Live", "column", "operands"]
+
+Live = tuple[Tensor, Tensor | None]  # delayed scaling's scale, and the amax it records into
+
+
+def operands(
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    *,
+    live: Live | None = None,
+    seed: Tensor | None = None,
+    group: str | None = None,
+    keep_col: bool = False,
+    after: Tensor | None = None,
+) -> tuple[Operand | None, Operand | None]:
+    """(row, column) operands of `x[M, K]`; None stays None.
+
+    `live` casts with a given scale. `keep_col` asks for a column copy to be saved: codes, where a
+    GEMM to come could do with values. `group` names the process group over which amaxes are
+    shared. `after` is what a graph must have before it runs this.
+    """
+    if live is not None:
+        return _scaled(x, row, col, live, after)
+    if row is None or col is None or _one_kernel(row, col):
+        return _cast(x, row, col, seed, group, keep_col, after)
+    return (
+        _cast(x, row, None, seed, group, False, after)[0],
+        _cast(x, None, col, seed, group, keep_col, after)[1],
+    )
+
+
+def column(data: Tensor, scale: Tensor | None, amax: Tensor | None, cast: Cast, m: int) -> Operand:
+    """The column operand of an `[M, K]` matrix from its parts as stored."""
+    dtype, per_byte, _, _, _, col_transposed, *_ = cast.layout
+    if dtype is not torch.uint8 or data.dtype is not torch.uint8:
+        return Operand(data.t(), None, amax, cast, data.shape[0])
+    c = cdiv(m, 16) * 16 if cast.transforms else m
+    if not col_transposed:
+        return Operand(data.t(), None if scale is None else scale.t(), amax, cast, c, True)
+    return Operand(data, scale, amax, cast, c)
+
+
+def _one_kernel(row: Cast, col: Cast) -> bool:
+    """Whether one call makes both copies: the formats agree up to what a direction may add."""
+    return row.format_name == col.format_name and row.layout[0] is not None
+
+
+def _scaled(
+    x: Tensor, row: Cast | None, col: Cast | None, live: Live, after: Tensor | None
+) -> tuple[Operand | None, Operand | None]:
+    cast = row if row is not None else col
+    assert cast is not None
+    made = dispatch.quantize_scaled(
+        x, live[0], live[1], cast, row=row is not None, col=col is not None, after=after
+    )
+    scale = made[-1]
+    a = None if row is None else Operand(made[0], scale, None, cast, x.shape[1])
+    b = None if col is None else Operand(made[-2], scale, None, cast, x.shape[0])
+    return a, b
+
+
+def _cast(
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    seed: Tensor | None,
+    group: str | None,
+    keep_col: bool,
+    after: Tensor | None,
+) -> tuple[Operand | None, Operand | None]:
+    m, k = x.shape
+    cast = row if row is not None else col
+    assert cast is not None
+    if cast.layout[0] is not torch.uint8:
+        x = x if cast.dtype is None else x.to(cast.dtype)
+        return (
+            None if row is None else Operand(x, None, None, row, k),
+            None if col is None else Operand(x.t(), None, None, col, m),
+        )
+    row_amax = col_amax = None
+    if group is not None and _shares_amax(cast):
+        amaxes = [collectives.all_reduce(a, group, "max") for a in dispatch.amax(x, row, col)]
+        row_amax, col_amax = amaxes[0] if row is not None else None, amaxes[-1]
+        if not cast.tiled:
+            row_amax = amaxes[0]
+    elif _as_values(cast, x.device) and not (keep_col and col is not None and row is None):
+        return _values(x, row, col, seed, keep_col, after)
+    made = dispatch.quantize(
+        x, row, col, row_amax=row_amax, col_amax=col_amax, seed=seed, after=after
+    )
+    parts = dict(zip(part_names(row, col), made, strict=True))
+    shared = parts.get("scale")
+    a = b = None
+    if row is not None:
+        scale = parts.get("row_scale", shared)
+        a = Operand(parts["row_data"], scale, parts.get("row_amax"), row, k)
+    if col is not None:
+        scale = parts.get("col_scale", shared)
+        b = column(parts["col_data"], scale, parts.get("col_amax"), col, m)
+    return a, b
+
+
+def _values(
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    seed: Tensor | None,
+    keep_col: bool,
+    after: Tensor | None,
+) -> tuple[Operand | None, Operand | None]:
+    """bf16 values of an emulated format; a column copy to keep is codes, from a read of its own."""
+    kept = None
+    if keep_col and col is not None:
+        kept = _cast(x, None, col, seed, None, True, after)[1]
+        col = None
+    made = dispatch.fake_quantize(x, row, col, keep_col=False, seed=seed, after=after)
+    a = b = None
+    amaxes = made[(row is not None) + (col is not None) :]
+    if row is not None:
+        a = Operand(made[0], None, amaxes[0] if amaxes else None, row, x.shape[1])
+    if col is not None:
+        values = made[1 if row is not None else 0]
+        b = Operand(values.t(), None, amaxes[-1] if amaxes else None, col, values.shape[0])
+    return a, kept if kept is not None else b
+
+
+def _as_values(cast: Cast, device: torch.device) -> bool:
+    """Whether GEMMs here multiply bf16 values of the format, which a cast can make at once."""
+    if device.type != "cuda" or cast.layout[6] is torch.float32:
+        return False
+    return not gemm.is_native(cast, device)
+
+
+def _shares_amax(cast: Cast) -> bool:
+    """Whether a scale depends on an amax of the whole tensor."""
+    return not cast.row_scaled and (cast.layout[7] or not cast.tiled)

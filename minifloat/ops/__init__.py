@@ -1,0 +1,1 @@
+"""Operations: pure forward and backward functions that a chain runs."""

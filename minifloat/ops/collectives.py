@@ -1,0 +1,93 @@
+"""Tensor and sequence parallelism as operations of a chain: each is the other's backward.
+
+Gather          rows of all ranks        backward: ReduceScatter
+ReduceScatter   sum, then own rows       backward: Gather
+Replicate       the identity             backward: AllReduce
+AllReduce       sum                      backward: the identity
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import collectives
+
+__all__ = ["AllReduce", "Gather", "Group", "ReduceScatter", "Replicate"]
+
+
+class Group(NamedTuple):
+    """A process group by name, and how many ranks it has."""
+
+    name: str
+    size: int
+
+
+Result = tuple[Tensor, tuple[Any, ...]]
+
+
+class _Collective:
+    params = 0
+
+    @staticmethod
+    def leading(lead: tuple[int, ...], group: Group) -> tuple[int, ...]:
+        return lead
+
+
+class Gather(_Collective):
+    """All ranks' rows, in rank order."""
+
+    @staticmethod
+    def leading(lead: tuple[int, ...], group: Group) -> tuple[int, ...]:
+        return (lead[0] * group.size, *lead[1:])
+
+    @staticmethod
+    def compute(x: Tensor, params: tuple[Any, ...], group: Group) -> Result:
+        return collectives.all_gather(x, group.name, group.size), ()
+
+    @staticmethod
+    def backward(grad: Tensor | None, saved: tuple[Any, ...], group: Group) -> tuple[Any, Any]:
+        if grad is None:
+            return None, ()
+        return collectives.reduce_scatter(grad, group.name, group.size), ()
+
+
+class ReduceScatter(_Collective):
+    """This rank's rows of the sum."""
+
+    @staticmethod
+    def leading(lead: tuple[int, ...], group: Group) -> tuple[int, ...]:
+        return (lead[0] // group.size, *lead[1:])
+
+    @staticmethod
+    def compute(x: Tensor, params: tuple[Any, ...], group: Group) -> Result:
+        return collectives.reduce_scatter(x, group.name, group.size), ()
+
+    @staticmethod
+    def backward(grad: Tensor, saved: tuple[Any, ...], group: Group) -> tuple[Any, Any]:
+        return collectives.all_gather(grad, group.name, group.size), ()
+
+
+class Replicate(_Collective):
+    """The same x on all ranks, each of which has a part of its gradient."""
+
+    @staticmethod
+    def compute(x: Tensor, params: tuple[Any, ...], group: Group) -> Result:
+        return x, ()
+
+    @staticmethod
+    def backward(grad: Tensor | None, saved: tuple[Any, ...], group: Group) -> tuple[Any, Any]:
+        return None if grad is None else collectives.all_reduce(grad, group.name), ()
+
+
+class AllReduce(_Collective):
+    """The sum over the ranks, each of which has all of its gradient."""
+
+    @staticmethod
+    def compute(x: Tensor, params: tuple[Any, ...], group: Group) -> Result:
+        return collectives.all_reduce(x, group.name), ()
+
+    @staticmethod
+    def backward(grad: Tensor, saved: tuple[Any, ...], group: Group) -> tuple[Any, Any]:
+        return grad, ()

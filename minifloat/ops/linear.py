@@ -1,0 +1,258 @@
+"""The quantized linear operation. The three equations of the library are in this file, once:
+
+    fprop   y  = gemm(x.row, w.row)
+    dgrad   dx = gemm(g.row, w.col)
+    wgrad   dw = gemm(g.col, x.col)
+
+Everything is a function of its arguments: `Call` says what a recipe, an autocast and a module made
+of this call, and nothing here reads any of those.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import dispatch, library
+from ..formats import Cast, Operand
+from ..gemm import gemm
+from ..operands import Live, column, operands
+from ..recipe.delayed import Slots, update
+from ..recipe.plan import Plan
+from ..tensors import QuantizedTensorStorage
+
+__all__ = ["Call", "Linear", "Workspace", "weight_operands"]
+
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # data, scale, amax
+Workspace = tuple[Parts, Parts]  # of the row and the column operand of a weight
+NONE: Parts = (None, None, None)
+
+
+class Call(NamedTuple):
+    """One call of the operation.
+
+    `needs` says which of (x, weight, bias) want a gradient. `live` are delayed scaling's (scale,
+    amax) of (x, weight, grad), `slots` its backward state. `workspace` is a weight that was cast
+    before. `main_grad` receives the weight's gradient instead of autograd; `overwrite` stores it
+    there instead of adding. `seed` is what stochastic rounding draws from. `save_input` keeps x as
+    it is instead of its column copy.
+    """
+
+    plan: Plan
+    needs: tuple[bool, bool, bool]
+    dtype: torch.dtype  # of the activations
+    grad_dtype: torch.dtype  # of the weight's gradient
+    live: tuple[Live | None, Live | None, Live | None] = (None, None, None)
+    slots: Slots | None = None
+    group: str | None = None
+    workspace: Workspace | None = None
+    main_grad: Tensor | None = None
+    overwrite: bool = False
+    dummy: bool | None = None  # return a stand-in for a gradient that main_grad has; True: zeros
+    seed: Tensor | None = None
+    save_input: bool = False
+    grad_input: Any = None  # quantizes dx
+    defer: Any = None  # takes wgrad as a function, to be called later
+
+
+class Linear:
+    """`y = x w^T + bias` of `x[M, K]`, `weight[N, K]`, `bias[N]`."""
+
+    params = 2
+
+    @staticmethod
+    def compute(x: Any, params: tuple[Any, ...], call: Call) -> tuple[Tensor, tuple[Any, ...]]:
+        """(y, what backward needs)."""
+        weight, bias = params
+        plan, (need_dx, need_dw, _) = call.plan, call.needs
+        x_row, x_col = _input(x, call, need_dw and not plan.override and not call.save_input)
+        w_row = _weight_row(weight, call)
+        y = gemm(x_row, w_row, call.dtype, bias=bias, fast=plan.fast[0])
+        kept_x = NONE
+        if plan.override == "dequantized" and need_dw:
+            kept_x = (x_row.data, x_row.scale, x_row.amax)
+        elif need_dw and x_col is None:
+            kept_x = (x, None, None)
+        elif x_col is not None:
+            viewed = x_col.viewed
+            scale = x_col.scale.t() if viewed and x_col.scale is not None else x_col.scale
+            kept_x = (x_col.data.t() if _stored_t(x_col) else x_col.data, scale, x_col.amax)
+        w_scale = None
+        if need_dx and call.live[1] is not None and call.workspace is None:
+            # Backward casts the weight again, by the scale of now. (A graph was given a copy.)
+            scale = call.live[1][0]
+            w_scale = scale if torch.compiler.is_compiling() else scale.clone()
+        kept_w = call.workspace[1] if call.workspace is not None and need_dx else NONE
+        return y, (*kept_x, *kept_w, weight if need_dx else None, w_scale)
+
+    @staticmethod
+    def backward(
+        grad: Tensor, saved: tuple[Any, ...], call: Call
+    ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
+        """(dx, (dweight, dbias)) of `grad[M, N]`."""
+        kept_x, kept_w, weight, w_scale = saved[:3], saved[3:6], saved[6], saved[7]
+        plan, (need_dx, need_dw, need_db) = call.plan, call.needs
+        m = grad.shape[0]
+        db = grad.sum(0) if need_db else None
+        g_row, g_col = _gradient(grad, call)
+        dx: Any = None
+        dw: Tensor | None = None
+        if need_dx:
+            w_col = _weight_col(weight, kept_w, w_scale, g_row.data, call)
+            dx = gemm(g_row, w_col, call.dtype, fast=plan.fast[1])
+            if call.grad_input is not None:
+                dx = _quantized_grad(dx, call)
+        if need_dw:
+            x_col = _input_col(kept_x, call, m, grad)
+            if call.defer is not None:
+                call.defer(g_col, x_col, call)
+            else:
+                dw = wgrad(g_col, x_col, call)
+        if call.slots is not None and plan.update is not None:
+            update(call.slots, plan.update, call.group)
+        return dx, (dw, db)
+
+
+def wgrad(g_col: Operand, x_col: Operand, call: Call) -> Tensor | None:
+    """The weight's gradient, or None once `main_grad` has it."""
+    fast, out = call.plan.fast[2], call.main_grad
+    if out is None:
+        return gemm(g_col, x_col, call.grad_dtype, fast=fast)
+    gemm(g_col, x_col, call.grad_dtype, fast=fast, out=out, accumulate=not call.overwrite)
+    if call.dummy is None:
+        return None
+    make = torch.zeros if call.dummy else torch.empty
+    return make(out.shape, dtype=call.grad_dtype, device=out.device)
+
+
+def _quantized_grad(dx: Tensor, call: Call) -> Any:
+    """dx as the recipe's grad_input quantizer makes it; a graph returns its values."""
+    if not library.traced():
+        return call.grad_input.quantize(dx)
+    row = operands(dx, call.plan.dx_row, None)[0]
+    assert row is not None
+    return _dequantized(row, dx.shape, dx.dtype)
+
+
+# ----------------------------------------------------------------------------------------- operands
+def _input(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]:
+    plan = call.plan
+    col = plan.x_col if need_col else None
+    if isinstance(x, QuantizedTensorStorage):
+        return x.operand(False), (x.operand(True) if need_col else None)
+    row_operand, col_operand = operands(
+        x,
+        plan.x_row,
+        None if plan.col_from_row[0] else col,
+        live=call.live[0],
+        seed=call.seed,
+        keep_col=True,
+    )
+    assert row_operand is not None
+    if col is not None and plan.col_from_row[0]:
+        again = _dequantized(row_operand, x.shape, x.dtype)
+        col_operand = operands(again, None, col, seed=call.seed, keep_col=True)[1]
+    return row_operand, col_operand
+
+
+def _input_col(kept: tuple[Any, ...], call: Call, m: int, grad: Tensor) -> Operand:
+    plan = call.plan
+    x, scale, amax = kept
+    if plan.override == "dequantized":
+        k = x.shape[1] * (2 if _packed(plan.x_row) else 1)
+        row = Operand(x, scale, amax, plan.x_row, k)
+        return _high(_dequantized(row, (m, k), call.dtype).t())
+    if plan.override:
+        return _high(x.t())
+    if call.save_input:
+        made = operands(x, None, plan.x_col, seed=call.seed, after=grad)[1]
+        assert made is not None
+        return made
+    return column(x, scale, amax, plan.x_col, m)
+
+
+def _gradient(grad: Tensor, call: Call) -> tuple[Any, Any]:
+    plan, (need_dx, need_dw, _) = call.plan, call.needs
+    if plan.override:
+        return _high(grad), _high(grad.t())
+    row = plan.g_row if need_dx else None
+    col = plan.g_col if need_dw else None
+    if row is None and col is None:
+        return None, None
+    if col is not None and plan.col_from_row[2]:
+        first = operands(grad, plan.g_row, None, live=call.live[2], seed=call.seed)[0]
+        assert first is not None
+        again = _dequantized(first, grad.shape, grad.dtype)
+        return first, operands(again, None, col, seed=call.seed)[1]
+    return operands(grad, row, col, live=call.live[2], seed=call.seed)
+
+
+def _weight_row(weight: Any, call: Call) -> Operand:
+    plan = call.plan
+    if isinstance(weight, QuantizedTensorStorage):
+        return weight.operand(False)
+    if call.workspace is not None:
+        data, scale, amax = call.workspace[0]
+        assert data is not None
+        return Operand(data, scale, amax, plan.w_row, weight.shape[1])
+    made = operands(weight, plan.w_row, None, live=call.live[1])[0]
+    assert made is not None
+    return made
+
+
+def _weight_col(
+    weight: Any, kept: tuple[Any, ...], scale: Tensor | None, after: Tensor, call: Call
+) -> Operand:
+    """The weight's column operand: from its workspace, or cast again once the gradient is there."""
+    plan = call.plan
+    if plan.override == "high_precision":
+        return _high(weight.t())
+    if plan.override:
+        row = _weight_row(weight, call)
+        return _high(_dequantized(row, tuple(weight.shape), call.dtype).t())
+    if isinstance(weight, QuantizedTensorStorage):
+        return weight.operand(True)
+    if kept[0] is not None:
+        return column(kept[0], kept[1], kept[2], plan.w_col, weight.shape[0])
+    live = None if scale is None else (scale, None)
+    if plan.col_from_row[1]:
+        first = operands(weight, plan.w_row, None, live=live, after=after)[0]
+        assert first is not None
+        weight = _dequantized(first, tuple(weight.shape), weight.dtype)
+    made = operands(weight, None, plan.w_col, live=live, after=after)[1]
+    assert made is not None
+    return made
+
+
+def weight_operands(weight: Tensor, plan: Plan, live: Live | None, col: bool) -> Workspace:
+    """Both copies of a weight as a workspace keeps them."""
+    row, made = operands(weight, plan.w_row, plan.w_col if col else None, live=live, keep_col=True)
+    assert row is not None
+    kept = NONE
+    if made is not None:
+        scale = made.scale.t() if made.viewed and made.scale is not None else made.scale
+        kept = (made.data.t() if _stored_t(made) else made.data, scale, made.amax)
+    return (row.data, row.scale, row.amax), kept
+
+
+def _stored_t(o: Operand) -> bool:
+    """Whether a column operand's data is a transposed view of what is stored."""
+    return o.viewed or o.data.dtype is not torch.uint8
+
+
+def _high(x: Tensor) -> Operand:
+    return Operand(x, None, None, Cast("high_precision"), x.shape[1])
+
+
+def _packed(cast: Cast) -> bool:
+    return bool(cast.layout[1] == 2)
+
+
+def _dequantized(o: Operand, shape: Any, dtype: torch.dtype) -> Tensor:
+    if o.data.dtype is not torch.uint8:
+        if o.amax is None:
+            return o.data.to(dtype)
+        raise ValueError("an emulated two-level operand keeps its codes to be dequantized")
+    return dispatch.dequantize(o.data, o.scale, o.amax, o.cast, shape, dtype)

@@ -1,0 +1,206 @@
+"""`autocast`: which recipe is in force, and the end of delayed scaling's step.
+
+The ambient state is one plain object. A module reads it once per forward and captures what it read;
+backward and recompute read none of it. Modules that scale by history leave a note of their run in
+`STATE.ran`, a linked list `(state, limits, rule, group, earlier)`: a compiled graph adds a link
+without looking at what is there, so no guard depends on who ran before. The outermost exit updates
+them. (A link holds plain constants: PyTorch 2.11 cannot hand a value that it made to the outside.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from .available import get_default_recipe
+from .base import Recipe
+from .delayed import DelayedState, update
+from .plan import DelayedUpdate, Plan
+
+__all__ = [
+    "STATE",
+    "autocast",
+    "fp8_autocast",
+    "fp8_model_init",
+    "note",
+    "quantized_model_init",
+]
+
+Ran = tuple[DelayedState, tuple[float, ...], tuple[Any, ...], Any, Any]
+
+
+class _State:
+    """What is in force now. `recipe` is None where nothing is quantized."""
+
+    __slots__ = (
+        "calibration",
+        "checkpointed",
+        "depth",
+        "group",
+        "init",
+        "preserve",
+        "ran",
+        "recipe",
+    )
+
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.calibration: Recipe | None = None  # record amaxes for it, in high precision
+        self.group: str | None = None  # over which amaxes are reduced; None: the world
+        self.depth = 0
+        self.checkpointed = False  # a graph is being traced that backward will repeat
+        self.ran: Ran | None = None
+        self.init: Recipe | None = None  # parameters are made quantized for it
+        self.preserve = False
+
+
+STATE = _State()
+
+
+def note(state: DelayedState, plan: Plan) -> None:
+    """A module that scales by history ran."""
+    rule = plan.update
+    assert rule is not None
+    STATE.ran = (
+        state,
+        (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit),
+        (
+            rule.margin,
+            rule.history_len,
+            rule.amax_algo,
+            rule.scale_algo,
+            rule.reduce_amax,
+            rule.recipe,
+        ),
+        STATE.group,
+        STATE.ran,
+    )
+
+
+def group_name(group: Any) -> str | None:
+    """Graphs hold the names of process groups."""
+    return None if group is None else str(group.group_name)
+
+
+class autocast:  # noqa: N801  (the contract's name)
+    """Quantize the layers that run inside by `recipe`; see `minifloat.recipe`.
+
+    Contexts nest: the inner one replaces the outer one's settings, and leaving restores them, on an
+    error too. `enabled=False` runs in high precision; with `calibrating=True` amaxes are recorded
+    meanwhile. `recipe=None` is the default recipe. Scales by history are updated on leaving the
+    outermost context, their amaxes reduced over `amax_reduction_group`.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"recipe: got {type(recipe).__name__}; a recipe of minifloat.recipe is needed, "
+                "such as Float8CurrentScaling()"
+            )
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.recipe = recipe
+        self.group = group_name(amax_reduction_group)
+        self._outer: tuple[Any, ...] | None = None
+
+    def __enter__(self) -> None:
+        if self._outer is not None:
+            raise RuntimeError(
+                "autocast: this object is active already; make another one to nest it"
+            )
+        self._outer = (STATE.recipe, STATE.calibration, STATE.group)
+        recipe = self.recipe if self.recipe is not None else get_default_recipe()
+        STATE.recipe = recipe if self.enabled else None
+        STATE.calibration = recipe if self.calibrating and not self.enabled else None
+        STATE.group = self.group
+        STATE.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        assert self._outer is not None
+        STATE.recipe, STATE.calibration, STATE.group = self._outer
+        self._outer = None
+        STATE.depth -= 1
+        if STATE.depth > 0:
+            return
+        ran, STATE.ran = STATE.ran, None
+        if torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _in_backward()):
+            _update(ran)
+
+
+def _in_backward() -> bool:
+    """Whether a backward is running: a context that is entered there is entered to recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _update(ran: Ran | None) -> None:
+    done: list[DelayedState] = []
+    while ran is not None:
+        state, limits, rule, group, ran = ran
+        if any(state is other for other in done):
+            continue
+        done.append(state)
+        update(state.forward_slots(limits), DelayedUpdate(*rule), group)
+
+
+# ----------------------------------------------------------------------------- parameters at birth
+class quantized_model_init:  # noqa: N801  (the contract's name)
+    """Modules made inside keep their weights quantized by `recipe`.
+
+    With `preserve_high_precision_init_val` each keeps the value it was quantized from, on the CPU:
+    `get_high_precision_init_val()`, `clear_high_precision_init_val()`.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(f"recipe: got {type(recipe).__name__}; a minifloat.recipe is needed")
+        self.enabled = enabled
+        self.recipe = recipe
+        self.preserve = preserve_high_precision_init_val
+        self._outer: list[tuple[Any, ...]] = []
+
+    def __enter__(self) -> None:
+        self._outer.append((STATE.init, STATE.preserve))
+        recipe = self.recipe if self.recipe is not None else get_default_recipe()
+        STATE.init = recipe if self.enabled else None
+        STATE.preserve = self.preserve
+
+    def __exit__(self, *error: object) -> None:
+        STATE.init, STATE.preserve = self._outer.pop()
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """Deprecated: `autocast`."""
+    warnings.warn("fp8_autocast is now called autocast", DeprecationWarning, stacklevel=2)
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> quantized_model_init:
+    """Deprecated: `quantized_model_init`."""
+    warnings.warn(
+        "fp8_model_init is now called quantized_model_init", DeprecationWarning, stacklevel=2
+    )
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
