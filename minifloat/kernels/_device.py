@@ -15,8 +15,12 @@ from ..formats import E4M3, E5M2, Element
 
 __all__ = [
     "FP8",
+    "IS_PTX",
     "abs_bits",
+    "abs_times",
     "amax",
+    "codes2",
+    "codes4",
     "decode",
     "e8m0_byte",
     "e8m0_decode",
@@ -24,7 +28,12 @@ __all__ = [
     "encode",
     "fp8_scale",
     "fp32",
+    "high",
     "load_tile",
+    "low",
+    "max2",
+    "reduce2",
+    "spread",
     "store_tile",
 ]
 
@@ -34,7 +43,17 @@ _ABS = tl.constexpr(0x7FFFFFFF)
 _INF = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _MANTISSA = tl.constexpr(0x7FFFFF)
+_LOWER = tl.constexpr(0xFFFF)
+_UPPER = tl.constexpr(-0x10000)
 _SUBNORMAL_HALF = tl.constexpr(0x400000)  # 2**-127, the power of two below the smallest normal
+# Four fp32 numbers (operands {1} to {4}) -> a word of their codes, the first in the lowest byte.
+_WORD = """{{ .reg .b16 a, b;
+cvt.rn.satfinite.{0}x2.f32 a, ${2}, ${1}; cvt.rn.satfinite.{0}x2.f32 b, ${4}, ${3};
+mov.b32 $0, {{a, b}}; }}"""
+_CODES4_E4M3 = tl.constexpr(_WORD.format("e4m3", 1, 2, 3, 4))
+_CODES4_E5M2 = tl.constexpr(_WORD.format("e5m2", 1, 2, 3, 4))
+_CODES2_E4M3 = tl.constexpr(_WORD.format("e4m3", 1, 3, 2, 4))  # two of one tensor, two of another
+_CODES2_E5M2 = tl.constexpr(_WORD.format("e5m2", 1, 3, 2, 4))
 
 
 def fp32(value: float) -> float:
@@ -53,6 +72,10 @@ def load_tile(x, o_m, o_k, M, K, stride, EVEN: tl.constexpr):
     return b_x
 
 
+# Triton's interpreter runs functions of another class, and no assembly.
+IS_PTX = tl.constexpr(isinstance(load_tile, triton.JITFunction))
+
+
 @triton.jit
 def store_tile(out, b, o_r, o_c, R, C, EVEN: tl.constexpr):
     """`out[o_r, o_c] = b` for the part inside a contiguous [R, C)."""
@@ -61,6 +84,99 @@ def store_tile(out, b, o_r, o_c, R, C, EVEN: tl.constexpr):
         tl.store(p_out, b)
     else:
         tl.store(p_out, b, mask=(o_r[:, None] < R) & (o_c[None, :] < C))
+
+
+@triton.jit
+def low(b_w):
+    """The first bf16 number of each int32 word, in fp32.
+
+    Words of two numbers are loaded where a tile's halves need not be told apart until they are
+    cast: taking 16-bit elements out of registers and widening them is two instructions, this one.
+    """
+    return (b_w << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(b_w):
+    """The second bf16 number of each int32 word, in fp32."""
+    return (b_w & _UPPER).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def abs_times(b_x, b_y):
+    """|x| * y in fp32. In assembly, |x| is free: LLVM makes it an `and`, one more instruction."""
+    if IS_PTX:
+        out = tl.inline_asm_elementwise(
+            "{ .reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2; }", "=f,f,f", [b_x, b_y],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        out = tl.abs(b_x) * b_y
+    return out
+
+
+@triton.jit
+def max2(a, b):
+    """Maxima of the lower and the upper halves of int32 words, unsigned: of two |bf16| at once."""
+    if IS_PTX:
+        out = tl.inline_asm_elementwise(
+            "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        lower = tl.maximum(a & _LOWER, b & _LOWER)
+        out = lower | (tl.maximum((a >> 16) & _LOWER, (b >> 16) & _LOWER) << 16)
+    return out
+
+
+@triton.jit
+def reduce2(b_w, AXIS: tl.constexpr):
+    """`max2` along AXIS."""
+    if IS_PTX:
+        out = tl.reduce(b_w, AXIS, max2)
+    else:
+        out = tl.max(b_w & _LOWER, AXIS) | (tl.max((b_w >> 16) & _LOWER, AXIS) << 16)
+    return out
+
+
+@triton.jit
+def codes2(a, b, LIMIT: tl.constexpr, TYPE: tl.constexpr):
+    """Pairs (int16) of the codes of two fp32 tensors, as `encode` without CLAMP has them."""
+    if IS_PTX:
+        ASM: tl.constexpr = _CODES2_E4M3 if tl.float8e4nv == TYPE else _CODES2_E5M2
+        out = tl.inline_asm_elementwise(
+            ASM, "=r,f,f,f,f", [a, b], dtype=tl.int16, is_pure=True, pack=2
+        )
+    else:
+        out = encode(a, LIMIT, TYPE, False).to(tl.int16)
+        out |= encode(b, LIMIT, TYPE, False).to(tl.int16) << 8
+    return out
+
+
+@triton.jit
+def codes4(a, b, c, d, LIMIT: tl.constexpr, TYPE: tl.constexpr):
+    """Words (int32) of the codes of four fp32 tensors, likewise."""
+    if IS_PTX:
+        ASM: tl.constexpr = _CODES4_E4M3 if tl.float8e4nv == TYPE else _CODES4_E5M2
+        out = tl.inline_asm_elementwise(
+            ASM, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = encode(a, LIMIT, TYPE, False).to(tl.int32)
+        out |= encode(b, LIMIT, TYPE, False).to(tl.int32) << 8
+        out |= encode(c, LIMIT, TYPE, False).to(tl.int32) << 16
+        out |= encode(d, LIMIT, TYPE, False).to(tl.int32) << 24
+    return out
+
+
+@triton.jit
+def spread(b_x):
+    """b_x [N], its layout untied from that of what it came from, or of what it goes to.
+
+    The gather is an identity, for the compiler. A reduction leaves its results in every thread
+    that had a part in them, and what is broadcast to a tile is wanted in every thread again: left
+    alone, each of them would divide for all of its rows and columns.
+    """
+    return tl.gather(b_x, tl.arange(0, b_x.shape[0]), 0)
 
 
 @triton.jit

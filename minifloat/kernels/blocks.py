@@ -19,6 +19,8 @@ from ..formats import E5M2, FORMATS, Cast, Scale, rup
 from ._device import (
     FP8,
     amax,
+    codes2,
+    codes4,
     decode,
     e8m0_byte,
     e8m0_decode,
@@ -26,7 +28,12 @@ from ._device import (
     encode,
     fp8_scale,
     fp32,
+    high,
     load_tile,
+    low,
+    max2,
+    reduce2,
+    spread,
     store_tile,
 )
 from .transpose import transpose
@@ -41,15 +48,19 @@ __all__ = ["cast_blocks", "fake_blocks", "variants"]
 CONFIGS = {
     "f32_row": Config(32, 128, 4),
     "f32_col": Config(128, 64, 4),
-    "f32_both": Config(128, 128, 4),
-    "f32_both_partial": Config(128, 128, 8),  # masks do not fit the registers of 4 warps
+    "f32_both": Config(128, 128, 8),
     "f32_square": Config(128, 128, 8),
+    "f32_words_both": Config(128, 128, 4),
+    "f32_words_square": Config(128, 128, 8),
     "e8m0_row": Config(32, 512, 8),
     "e8m0_col": Config(32, 64, 1),
     "e8m0_both": Config(32, 128, 2),
+    "e8m0_words_both": Config(32, 256, 2),
+    "e8m0_words_both_128": Config(32, 128, 2),  # where K is no multiple of 256
     "e8m0_square": Config(32, 256, 4),
     "e8m0_fake": Config(32, 128, 4),
 }
+_ABS2 = tl.constexpr(0x7FFF7FFF)
 # A tile of a padded E8M0 scale matrix holds 128 rows and the scales of 128 elements.
 E8M0_PAD = 128
 
@@ -68,22 +79,10 @@ def line_amax(b_x, AXIS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def store_direction(
-    b_t,
-    b_a,
-    data,
-    scale,
-    i_c,
-    o_r,
-    o_c,
-    R,
-    C,
-    eps,
-    LIMIT: tl.constexpr,
-    TYPE: tl.constexpr,
-    INF: tl.constexpr,
-    POW2: tl.constexpr,
+    b_t, b_a, data, scale, i_c, o_r, o_c, R, C, eps,
+    LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr,
     EVEN: tl.constexpr,
-):
+):  # fmt: skip
     """Codes and decode scales of contraction block i_c of `[R, C]`: 1-D blocks, contraction last.
 
     The scale matrix is `[contraction blocks, R rounded up to 4]`.
@@ -107,28 +106,11 @@ def store_square_scale(scale, value, i_r, i_c, n_c):
 
 @triton.jit
 def f32_kernel(
-    x,
-    row,
-    row_scale,
-    col,
-    col_scale,
-    eps,
-    M,
-    K,
-    stride,
-    SQUARE: tl.constexpr,
-    ROW: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    COL: tl.constexpr,
-    COL_SCALE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    TYPE: tl.constexpr,
-    INF: tl.constexpr,
-    POW2: tl.constexpr,
-    EVEN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
+    x, row, row_scale, col, col_scale, eps, M, K, stride,
+    SQUARE: tl.constexpr, ROW: tl.constexpr, ROW_SCALE: tl.constexpr, COL: tl.constexpr,
+    COL_SCALE: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """`row[M, K]`, `col[K, M]` and their decode scales; a tile is one block along the contraction.
 
     Tiles run from the last to the first, as in `tensorwise`. The column copy of 1-D blocks is cast
@@ -172,16 +154,97 @@ def f32_kernel(
 
 
 @triton.jit
+def fold_rows(w0, w1):
+    """Words of row maxima -> the maximum of a row in w0 below that of its neighbour in w1."""
+    lower = (w0 & 0xFFFF) | (w1 << 16)
+    return max2(lower, ((w0 >> 16) & 0xFFFF) | (w1 & -0x10000))
+
+
+@triton.jit
+def row_amaxes(a0, a1, a2, a3):
+    """[128] fp32 amaxes of the rows of `words_kernel`'s tile, from the words of their |x|.
+
+    The maximum over one thread's words comes first; then two rows share each word that is shuffled.
+    """
+    t0 = reduce2(tl.reshape(a0, (32, 16, 4)), 2)  # [32, 16]
+    t1 = reduce2(tl.reshape(a1, (32, 16, 4)), 2)
+    t2 = reduce2(tl.reshape(a2, (32, 16, 4)), 2)
+    t3 = reduce2(tl.reshape(a3, (32, 16, 4)), 2)
+    p0 = reduce2(fold_rows(t0, t1), 1)  # [32]
+    p1 = reduce2(fold_rows(t2, t3), 1)
+    return tl.reshape(tl.join(tl.join(low(p0), low(p1)), tl.join(high(p0), high(p1))), (128,))
+
+
+@triton.jit
+def row_pairs(b_w, s_0, s_1, LIMIT: tl.constexpr, TYPE: tl.constexpr):
+    """Codes (int16 pairs) of words: their first elements under s_0, the others under s_1."""
+    return codes2(low(b_w) * s_0, high(b_w) * s_1, LIMIT, TYPE)
+
+
+@triton.jit
+def words_kernel(
+    x, row, row_scale, col, col_scale, eps, M, K, stride,
+    SQUARE: tl.constexpr, ROW_SCALE: tl.constexpr, COL_SCALE: tl.constexpr,
+    LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """`f32_kernel` for both directions of whole 128x128 tiles of bf16, in words.
+
+    A thread has four rows of its columns: four codes of the column copy make a word without a
+    move, and words are transposed. 10 instructions per element in place of 20, 111 us became 76.
+    """
+    i_t = tl.num_programs(0) - 1 - tl.program_id(0)
+    n_k = K // 128
+    i_m = (i_t // n_k).to(tl.int64)
+    i_k = (i_t % n_k).to(tl.int64)
+    o_g = tl.arange(0, 32)
+    o_n = tl.arange(0, 128)
+    p_x = x.to(tl.pointer_type(tl.int32), bitcast=True) + i_m * 128 * (stride // 2) + i_k * 64
+    p_x = p_x + 4 * o_g[:, None] * (stride // 2) + tl.arange(0, 64)[None, :]  # rows 0, 4, ...
+    w0 = tl.load(p_x)  # [32, 64]
+    w1 = tl.load(p_x + stride // 2)
+    w2 = tl.load(p_x + 2 * (stride // 2))
+    w3 = tl.load(p_x + 3 * (stride // 2))
+    a0, a1, a2, a3 = w0 & _ABS2, w1 & _ABS2, w2 & _ABS2, w3 & _ABS2
+    b_c = max2(max2(a0, a1), max2(a2, a3))  # [32, 64]
+    if SQUARE:
+        top = reduce2(tl.reshape(b_c, (2048,)), 0)
+        s = fp8_scale(tl.maximum(low(top), high(top)), eps, LIMIT, INF, POW2)
+        r0, r1, r2, r3, c0, c1 = s, s, s, s, s, s
+        if ROW_SCALE:
+            store_square_scale(row_scale, tl.div_rn(1.0, s), i_m, i_k, n_k)
+        if COL_SCALE:
+            store_square_scale(col_scale, tl.div_rn(1.0, s), i_k, i_m, M // 128)
+    else:
+        b_c = reduce2(b_c, 0)  # [64]
+        b_c = tl.reshape(tl.join(low(b_c), high(b_c)), (128,))
+        s_r = fp8_scale(spread(row_amaxes(a0, a1, a2, a3)), eps, LIMIT, INF, POW2)  # [128]
+        s_c = fp8_scale(spread(b_c), eps, LIMIT, INF, POW2)  # [128]
+        tl.store(row_scale + i_k * M + i_m * 128 + o_n, tl.div_rn(1.0, s_r))
+        tl.store(col_scale + i_m * K + i_k * 128 + o_n, tl.div_rn(1.0, s_c))
+        even, odd = tl.split(tl.reshape(spread(s_r), (32, 2, 2)))
+        r0, r2 = tl.split(even)
+        r1, r3 = tl.split(odd)
+        r0, r1, r2, r3 = r0[:, None], r1[:, None], r2[:, None], r3[:, None]
+        c0, c1 = tl.split(tl.reshape(spread(s_c), (64, 2)))
+        c0, c1 = c0[None, :], c1[None, :]
+    p_r = row.to(tl.pointer_type(tl.int16), bitcast=True) + i_m * 128 * (K // 2) + i_k * 64
+    p_r = p_r + 4 * o_g[:, None] * (K // 2) + tl.arange(0, 64)[None, :]
+    tl.store(p_r, row_pairs(w0, r0, r0, LIMIT, TYPE))
+    tl.store(p_r + K // 2, row_pairs(w1, r1, r1, LIMIT, TYPE))
+    tl.store(p_r + 2 * (K // 2), row_pairs(w2, r2, r2, LIMIT, TYPE))
+    tl.store(p_r + 3 * (K // 2), row_pairs(w3, r3, r3, LIMIT, TYPE))
+    q0 = codes4(low(w0) * c0, low(w1) * c0, low(w2) * c0, low(w3) * c0, LIMIT, TYPE)
+    q1 = codes4(high(w0) * c1, high(w1) * c1, high(w2) * c1, high(w3) * c1, LIMIT, TYPE)
+    b_q = tl.reshape(tl.permute(tl.join(q0, q1), (1, 2, 0)), (128, 32))
+    p_c = col.to(tl.pointer_type(tl.int32), bitcast=True) + i_k * 128 * (M // 4) + i_m * 32
+    tl.store(p_c + o_n[:, None].to(tl.int64) * (M // 4) + o_g[None, :], b_q)
+
+
+@triton.jit
 def e8m0_blocks(
-    b_x,
-    TM: tl.constexpr,
-    TK: tl.constexpr,
-    LIMIT: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    TYPE: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
+    b_x, TM: tl.constexpr, TK: tl.constexpr, LIMIT: tl.constexpr, RECIPROCAL: tl.constexpr,
+    TYPE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """Codes `[BM, BK]`, their values, and the exponent bytes `[BM/TM, BK/TK]` of TM x TK blocks."""
     if TM == BM and TK == 1:  # blocks as high as the tile: nothing to reshape, 3% faster
         b_e = e8m0_byte(amax(b_x, 0), RECIPROCAL)  # [BK]
@@ -226,29 +289,11 @@ def store_col_scale(
 
 @triton.jit
 def e8m0_kernel(
-    x,
-    row,
-    row_scale,
-    row_out,
-    col,
-    col_scale,
-    col_out,
-    M,
-    K,
-    stride,
-    SQUARE: tl.constexpr,
-    ROW: tl.constexpr,
-    ROW_OUT: tl.constexpr,
-    COL: tl.constexpr,
-    COL_OUT: tl.constexpr,
-    LIMIT: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    TYPE: tl.constexpr,
-    TILE: tl.constexpr,
-    EVEN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
+    x, row, row_scale, row_out, col, col_scale, col_out, M, K, stride,
+    SQUARE: tl.constexpr, ROW: tl.constexpr, ROW_OUT: tl.constexpr, COL: tl.constexpr,
+    COL_OUT: tl.constexpr, LIMIT: tl.constexpr, RECIPROCAL: tl.constexpr, TYPE: tl.constexpr,
+    TILE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """Codes with E8M0 scales (ROW, COL) and their values in bf16 (ROW_OUT, COL_OUT), all `[M, K]`.
 
     Blocks run along K for the row copy and along M for the column copy, or both ways if SQUARE. The
@@ -282,6 +327,43 @@ def e8m0_kernel(
             store_col_scale(col_scale, b_e, i_m, i_k, M, K, 1, BM // TILE, BK)
         if COL_OUT:
             store_tile(col_out, b_v.to(tl.bfloat16), o_m, o_k, M, K, EVEN)
+
+
+@triton.jit
+def e8m0_words_kernel(
+    x, row, row_scale, col, col_scale, M, K, stride,
+    LIMIT: tl.constexpr, RECIPROCAL: tl.constexpr, TYPE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """`e8m0_kernel` for codes of both directions of whole 32 x BK tiles of bf16, in words.
+
+    11 instructions per element in place of 19: 79 us became 75.
+    """
+    i_t = tl.num_programs(0) - 1 - tl.program_id(0)
+    n_k = K // BK
+    i_m = (i_t // n_k).to(tl.int64)
+    i_k = (i_t % n_k).to(tl.int64)
+    G: tl.constexpr = BK // 32  # row blocks of a row
+    o_m = i_m * 32 + tl.arange(0, 32)
+    o_w = i_k * (BK // 2) + tl.arange(0, BK // 2)
+    p_x = x.to(tl.pointer_type(tl.int32), bitcast=True)
+    b_w = tl.load(p_x + o_m[:, None] * (stride // 2) + o_w[None, :])  # [32, BK/2]
+    b_a = b_w & _ABS2
+    b_r = reduce2(tl.reshape(b_a, (32 * G, 16)), 1)  # [32 G]
+    b_e = e8m0_byte(spread(low(max2(b_r, b_r >> 16))), RECIPROCAL)
+    b_s = tl.reshape(spread(e8m0_multiplier(b_e)), (32, G, 1))
+    b_s = tl.reshape(tl.broadcast_to(b_s, (32, G, 16)), (32, BK // 2))
+    p_s = row_scale + o_m[:, None] * (K // 32) + i_k * G + tl.arange(0, G)[None, :]
+    tl.store(p_s, tl.reshape(b_e, (32, G)).to(tl.uint8))
+    p_q = o_m[:, None] * (K // 2) + o_w[None, :]
+    row = row.to(tl.pointer_type(tl.int16), bitcast=True)
+    tl.store(row + p_q, row_pairs(b_w, b_s, b_s, LIMIT, TYPE))
+    b_c = reduce2(b_a, 0)  # [BK/2]
+    b_c = spread(tl.reshape(tl.join(low(b_c), high(b_c)), (BK,)))
+    b_e = e8m0_byte(b_c, RECIPROCAL)
+    tl.store(col_scale + i_m * K + i_k * BK + tl.arange(0, BK), b_e.to(tl.uint8))
+    s_0, s_1 = tl.split(tl.reshape(spread(e8m0_multiplier(b_e)), (1, BK // 2, 2)))
+    col = col.to(tl.pointer_type(tl.int16), bitcast=True)
+    tl.store(col + p_q, row_pairs(b_w, s_0, s_1, LIMIT, TYPE))
 
 
 def cast_blocks(
@@ -364,9 +446,8 @@ def _f32(
     assert fmt.element is not None
     m, k = x.shape
     kind = _kind(fmt.square, row, col)
-    if kind == "both" and not CONFIGS["f32_both"].even(m, k):
-        kind = "both_partial"
-    config = config or CONFIGS[f"f32_{kind}"]
+    words = _words(x, row, col)
+    config = config or CONFIGS[f"f32_{'words_' * words}{kind}"]
     args = {
         "x": x,
         "row": row,
@@ -390,7 +471,11 @@ def _f32(
         "BM": config.m,
         "BK": config.k,
     }
-    return Launch(f32_kernel, config.tiles(m, k), args, config)
+    fn = f32_kernel
+    if words:
+        fn = words_kernel
+        args = {name: args[name] for name in fn.arg_names}
+    return Launch(fn, config.tiles(m, k), args, config)
 
 
 def _e8m0(
@@ -412,8 +497,10 @@ def _e8m0(
     kind = _kind(fmt.square, rows, cols)
     if kind == "both" and row_out is not None:
         kind = "fake"
-    config = config or CONFIGS[f"e8m0_{kind}"]
+    words = kind == "both" and _words(x, row, col)
     m, k = x.shape
+    kind = f"{'words_' * words}{kind}{'_128' * (words and k % 256 != 0)}"
+    config = config or CONFIGS[f"e8m0_{kind}"]
     args = {
         "x": x,
         "row": row,
@@ -438,8 +525,21 @@ def _e8m0(
         "BM": config.m,
         "BK": config.k,
     }
+    fn = e8m0_kernel
+    if words:
+        fn = e8m0_words_kernel
+        args = {name: args[name] for name in fn.arg_names}
     programs = config.tiles(rup(m, E8M0_PAD), rup(k, E8M0_PAD))
-    return Launch(e8m0_kernel, programs, args, config)
+    return Launch(fn, programs, args, config)
+
+
+def _words(x: Tensor, row: Tensor | None, col: Tensor | None) -> bool:
+    """Whether both copies of x can be made from words of two bf16 numbers, in whole tiles."""
+    if x.dtype != torch.bfloat16 or row is None or col is None:
+        return False
+    aligned = x.storage_offset() % 2 == 0 and x.stride(0) % 2 == 0
+    aligned = aligned and row.storage_offset() % 4 == 0 and col.storage_offset() % 4 == 0
+    return aligned and x.shape[0] % 128 == 0 and x.shape[1] % 128 == 0
 
 
 def _kind(square: bool, row: Tensor | None, col: Tensor | None) -> str:

@@ -16,26 +16,39 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import HADAMARD, HADAMARD_SIGN_MASK, Cast, cdiv, rup
+from ._device import max2
 from ._fp4_device import (
+    amax_block,
+    amax_words,
     global_scale,
     hadamard_block,
     load_col_block,
+    load_col_words,
     load_row_block,
+    load_row_words,
+    multipliers,
     quantize_block,
     scale_block,
     stack,
-    store_row_words,
     store_words,
+    words_of_columns,
+    words_of_rows,
 )
 from .fp4_amax import amax_fp4
 from .variant import Config, Launch, Variant, samples
 
 __all__ = ["amax_fp4", "cast_fp4", "fake_fp4", "supports", "variants"]
 
-# To be measured. Tiles of 128 rows make runs of 64 bytes in the column copy. A thread has 4 column
-# blocks, or 2 where they would not fit its registers: 4-over-6, and stochastic codes with values.
-# Both sizes divide PAD, that of the scales, so no tile lies outside them.
-CONFIGS = {"light": Config(128, 64, 4), "heavy": Config(128, 64, 8)}
+# The fastest of scripts/tune_kernels on an H200 at 8192x8192 bf16, or within 1% of it: row and
+# column blocks of a thread at a time (BLOCKS) matter as much as the tile. "heavy", for what has the
+# most live values (4-over-6, and stochastic codes with values), is not measured. All sizes divide
+# PAD, that of the scales, so no tile lies outside them.
+CONFIGS = {
+    "light": Config(64, 128, 4),
+    "stochastic": Config(128, 128, 4),
+    "heavy": Config(128, 64, 8),
+}
+BLOCKS = {"light": (2, 4), "stochastic": (2, 2), "heavy": (1, 2)}
 PAD = 128
 POINTERS = (
     "row_data", "row_scale", "row_out", "row_amax",
@@ -48,7 +61,7 @@ def cast_rows(
     x, data, scale, out, amax, seed, o_n, left_m, left_k, left_g,
     K, stride, pitch, scale_pitch,
     MAX: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr,
-    ERROR: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    ERROR: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The row copy of the tile that the pointers are at, R rows at a time.
@@ -56,40 +69,43 @@ def cast_rows(
     `left_*`: rows, columns and scale columns from there on; `o_n`: the tile's first Philox call.
     """
     G: tl.constexpr = BK // 16
-    tl.static_assert(BM // R <= 8)
-    o_g = tl.arange(0, G)
+    o_i = tl.arange(0, R * G)
+    o_g = o_i % G  # [R G]
     if not SCALED:
         a_x = tl.load(amax)
         encode, decode = global_scale(a_x, MAX)
-    b_bytes = tl.zeros((R, G), tl.int64)
+        table = multipliers(decode, SCALED)
     for c in range(BM // R):
-        o_m = c * R + tl.arange(0, R)
-        block = load_row_block(x, o_m, o_g, left_m, left_k, stride, EVEN)  # 16 x [R, G]
+        o_m = c * R + o_i // G  # [R G]
+        if WORDS:
+            words = load_row_words(x, o_m, o_g, stride)  # 8 x [R G]
+            b_a = amax_words(words, 8)
+            b_a = max2(b_a, b_a >> 16) << 16
+            block = words_of_rows(words)
+        else:
+            block = load_row_block(x, o_m, o_g, left_m, left_k, stride, EVEN)  # 16 x [R G]
+            b_a = amax_block(block)
         if SCALED:
-            a_x = tl.load(amax + o_m, mask=o_m < left_m, other=0.0)[:, None]  # [R, 1]
+            a_x = tl.load(amax + o_m, mask=o_m < left_m, other=0.0)
             encode, decode = global_scale(a_x, MAX)
-        b_byte = scale_block(block, encode, decode, a_x, MAX, ERROR, SQUARE, False)  # [R, G]
-        b_n = o_n + o_m[:, None].to(tl.int64) * (2 * tl.cdiv(K, 16)) + 2 * o_g[None, :]
+            table = multipliers(decode, SCALED)
+        b_byte = scale_block(block, b_a, encode, decode, a_x, MAX, ERROR, SQUARE, G)  # [R G]
+        b_n = o_n + o_m.to(tl.int64) * (2 * tl.cdiv(K, 16)) + 2 * o_g
         w0, w1, values = quantize_block(
-            block, b_byte, decode, b_n, seed, STOCHASTIC, 0, out is not None
+            block, b_byte, table, b_n, seed, STOCHASTIC, 0, SCALED, out is not None
         )
         if out is not None:
-            o_k = tl.arange(0, BK)
-            p_out = out + o_m[:, None].to(tl.int64) * K + o_k[None, :]
-            mask = (o_m < left_m)[:, None] & (o_k < left_k)[None, :]
-            tl.store(p_out, tl.reshape(stack(values), (R, BK)), mask=mask)
+            o_k = 16 * o_g[:, None] + tl.arange(0, 16)[None, :]
+            mask = (o_m < left_m)[:, None] & (o_k < left_k)
+            tl.store(out + o_m[:, None].to(tl.int64) * K + o_k, stack(values), mask=mask)
         if data is not None:
-            store_row_words(data, w0, w1, o_m, left_m, left_k, pitch, WIDE, EVEN)
+            o_w = 2 * o_g[:, None] + tl.arange(0, 2)[None, :]
+            b_w = tl.join(w0, w1)
+            store_words(data, b_w, o_m[:, None], o_w, left_m, left_k, pitch, WIDE, EVEN)
             if SQUARE and not EVEN:  # a tile's rows below the source have its scale, and no place
-                b_byte = tl.where((o_m < left_m)[:, None], b_byte, 0)
-            b_bytes |= b_byte.to(tl.int64) << (8 * c)
-    if data is not None:
-        # One store for all: the layout of a byte matrix costs a trip through shared memory.
-        o_c = tl.arange(0, BM // R)
-        b_s = (b_bytes[:, :, None] >> (8 * o_c)[None, None, :]).to(tl.uint8)  # [R, G, BM / R]
-        b_s = tl.reshape(tl.permute(b_s, (2, 0, 1)), (BM, G))
-        p_scale = scale + tl.arange(0, BM)[:, None].to(tl.int64) * scale_pitch + o_g[None, :]
-        tl.store(p_scale, b_s, mask=(o_g < left_g)[None, :])
+                b_byte = tl.where(o_m < left_m, b_byte, 0)
+            p_scale = scale + o_m.to(tl.int64) * scale_pitch + o_g
+            tl.store(p_scale, b_byte.to(tl.uint8), mask=o_g < left_g)
 
 
 @triton.jit
@@ -97,39 +113,55 @@ def cast_columns(
     x, data, scale, out, amax, seed, o_n, left_m, left_k, left_c, left_b,
     M, K, stride, pitch, scale_pitch,
     MAX: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr,
-    ERROR: tl.constexpr, SIGNS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
-    MB: tl.constexpr, BK: tl.constexpr,
+    ERROR: tl.constexpr, SIGNS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
+    EVEN: tl.constexpr, MB: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The column copy of the tile that the pointers are at, MB blocks of 16 rows.
+    """The column copy of the tile that the pointers are at, MB blocks of 16 rows, C columns a time.
 
     `left_*`: rows, columns, rows kept and block rows from there on; `o_n`: the first Philox call.
     """
     o_b = tl.arange(0, MB)
-    o_k = tl.arange(0, BK)
-    a_x = tl.load(amax + o_k, mask=o_k < left_k, other=0.0)[None, :] if SCALED else tl.load(amax)
-    encode, decode = global_scale(a_x, MAX)
-    block = load_col_block(x, o_b, o_k, left_m, left_k, stride, EVEN)  # 16 x [MB, BK]
-    if SIGNS >= 0:
-        block = hadamard_block(block, SIGNS)
-    b_byte = scale_block(block, encode, decode, a_x, MAX, ERROR, SQUARE, True)  # [MB, BK]
-    b_n = o_n + o_k[None, :].to(tl.int64) * (2 * tl.cdiv(M, 16)) + 2 * o_b[:, None]
-    w0, w1, values = quantize_block(
-        block, b_byte, decode, b_n, seed, STOCHASTIC, 1, out is not None
-    )
-    if out is not None:
-        p_out = out + 16 * o_b[:, None].to(tl.int64) * K + o_k[None, :]
-        for i in tl.static_range(16):
-            mask = (16 * o_b + i < left_c)[:, None] & (o_k < left_k)[None, :]
-            tl.store(p_out, values[i], mask=mask)
-            p_out += K
-    if data is not None:
-        b_w = tl.reshape(tl.permute(tl.join(w0, w1), (1, 0, 2)), (BK, 2 * MB))
-        o_w = tl.arange(0, 2 * MB)
-        store_words(data, b_w, o_k, o_w, left_k, left_c, pitch, WIDE, EVEN)
-        if SQUARE and not EVEN:
-            b_byte = tl.where((o_k < left_k)[None, :], b_byte, 0)
-        p_scale = scale + o_k[:, None].to(tl.int64) * scale_pitch + o_b[None, :]
-        tl.store(p_scale, tl.trans(b_byte).to(tl.uint8), mask=(o_b < left_b)[None, :])
+    if not SCALED:
+        a_x = tl.load(amax)
+        encode, decode = global_scale(a_x, MAX)
+        table = multipliers(decode, SCALED)
+    for c in range(BK // C):
+        o_k = c * C + tl.arange(0, C)
+        if SCALED:
+            a_x = tl.load(amax + o_k, mask=o_k < left_k, other=0.0)[None, :]
+            encode, decode = global_scale(a_x, MAX)
+            table = multipliers(decode, SCALED)
+        if WORDS:
+            o_w = c * (C // 2) + tl.arange(0, C // 2)
+            words = load_col_words(x, o_b, o_w, stride)  # 16 x [MB, C/2]
+            b_a = amax_words(words, 16)
+            b_a = tl.reshape(tl.join(b_a << 16, b_a & -0x10000), (MB, C))
+            block = words_of_columns(words)
+        else:
+            block = load_col_block(x, o_b, o_k, left_m, left_k, stride, EVEN)  # 16 x [MB, C]
+        if SIGNS >= 0:
+            block = hadamard_block(block, SIGNS)
+        if SIGNS >= 0 or not WORDS:
+            b_a = amax_block(block)
+        b_byte = scale_block(block, b_a, encode, decode, a_x, MAX, ERROR, SQUARE, 0)  # [MB, C]
+        b_n = o_n + o_k[None, :].to(tl.int64) * (2 * tl.cdiv(M, 16)) + 2 * o_b[:, None]
+        w0, w1, values = quantize_block(
+            block, b_byte, table, b_n, seed, STOCHASTIC, 1, SCALED, out is not None
+        )
+        if out is not None:
+            p_out = out + 16 * o_b[:, None].to(tl.int64) * K + o_k[None, :]
+            for i in tl.static_range(16):
+                mask = (16 * o_b + i < left_c)[:, None] & (o_k < left_k)[None, :]
+                tl.store(p_out, values[i], mask=mask)
+                p_out += K
+        if data is not None:
+            b_w = tl.reshape(tl.permute(tl.join(w0, w1), (1, 0, 2)), (C, 2 * MB))
+            o_w = tl.arange(0, 2 * MB)[None, :]
+            store_words(data, b_w, o_k[:, None], o_w, left_k, left_c, pitch, WIDE, EVEN)
+            if SQUARE and not EVEN:
+                b_byte = tl.where((o_k < left_k)[None, :], b_byte, 0)
+            p_scale = scale + o_k[:, None].to(tl.int64) * scale_pitch + o_b[None, :]
+            tl.store(p_scale, tl.trans(b_byte).to(tl.uint8), mask=(o_b < left_b)[None, :])
 
 
 @triton.jit
@@ -140,8 +172,9 @@ def cast_kernel(
     ROW_STOCHASTIC: tl.constexpr, ROW_SCALED: tl.constexpr, ROW_ERROR: tl.constexpr,
     COL: tl.constexpr, COL_MAX: tl.constexpr, COL_SQUARE: tl.constexpr,
     COL_STOCHASTIC: tl.constexpr, COL_SCALED: tl.constexpr, COL_ERROR: tl.constexpr,
-    COL_SIGNS: tl.constexpr, ROW_WIDE: tl.constexpr, COL_WIDE: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    COL_SIGNS: tl.constexpr, ROW_WIDE: tl.constexpr, COL_WIDE: tl.constexpr,
+    WORDS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    R: tl.constexpr, CC: tl.constexpr,
 ):  # fmt: skip
     """Both directions of a tile of `x[M, K]`. C: elements in a row of the column copy.
 
@@ -168,7 +201,8 @@ def cast_kernel(
             m0 * (2 * tl.cdiv(K, 16)) + k0 // 8, left_m, left_k,
             tl.minimum(row_scale_pitch - k0 // 16, BK // 16).to(tl.int32),
             K, stride, row_pitch, row_scale_pitch,
-            ROW_MAX, ROW_SQUARE, ROW_STOCHASTIC, ROW_SCALED, ROW_ERROR, ROW_WIDE, EVEN, BM, BK, R,
+            ROW_MAX, ROW_SQUARE, ROW_STOCHASTIC, ROW_SCALED, ROW_ERROR,
+            WORDS, ROW_WIDE, EVEN, BM, BK, R,
         )  # fmt: skip
     if COL:
         if col_data is not None:
@@ -185,7 +219,7 @@ def cast_kernel(
             tl.minimum(col_scale_pitch - m0 // 16, BM // 16).to(tl.int32),
             M, K, stride, col_pitch, col_scale_pitch,
             COL_MAX, COL_SQUARE, COL_STOCHASTIC, COL_SCALED, COL_ERROR, COL_SIGNS,
-            COL_WIDE, EVEN, BM // 16, BK,
+            WORDS, COL_WIDE, EVEN, BM // 16, BK, CC,
         )  # fmt: skip
 
 
@@ -254,10 +288,20 @@ def _run(x: Tensor, row: Cast | None, col: Cast | None, tensors: Tensors) -> Non
 
 
 def _launch(
-    x: Tensor, row: Cast | None, col: Cast | None, tensors: Tensors, config: Config | None = None
+    x: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    tensors: Tensors,
+    config: Config | None = None,
+    blocks: tuple[int, int] | None = None,
 ) -> Launch:
-    config = config or CONFIGS["heavy" if _heavy(row, col, tensors) else "light"]
+    kind = _kind(row, col, tensors)
+    config = config or CONFIGS[kind]
+    rows, cols = blocks or BLOCKS[kind]
     m, k = x.shape
+    even = config.even(m, k, PAD)
+    words = even and x.dtype == torch.bfloat16  # two numbers to a word, as in `blocks`
+    words = words and x.storage_offset() % 2 == 0 and x.stride(0) % 2 == 0
     c = rup(m, HADAMARD) if col is not None and col.transforms else m
     args = dict(
         x=x,
@@ -272,10 +316,12 @@ def _launch(
         COL_SIGNS=-1 if col is None else col.hadamard,
         ROW_WIDE=k % 8 == 0,
         COL_WIDE=c % 8 == 0,
-        EVEN=config.even(m, k, PAD),
+        WORDS=words,
+        EVEN=even,
         BM=config.m,
         BK=config.k,
-        R=32 * config.warps * 16 // config.k,  # a block for each thread
+        R=min(config.m, rows * 512 * config.warps // config.k),
+        CC=min(config.k, cols * 512 * config.warps // config.m),
         **{name: tensors.get(name) for name in POINTERS},
         **_options("ROW", row),
         **_options("COL", col),
@@ -283,11 +329,15 @@ def _launch(
     return Launch(cast_kernel, config.tiles(rup(m, PAD), rup(k, PAD)), args, config)
 
 
-def _heavy(row: Cast | None, col: Cast | None, tensors: Tensors) -> bool:
+def _kind(row: Cast | None, col: Cast | None, tensors: Tensors) -> str:
+    """The key of CONFIGS and BLOCKS."""
+    kind = "light"
     for cast, out in ((row, "row_out"), (col, "col_out")):
         if cast is not None and (cast.error or (cast.stochastic and tensors.get(out) is not None)):
-            return True
-    return False
+            return "heavy"
+        if cast is not None and cast.stochastic:
+            kind = "stochastic"
+    return kind
 
 
 def _options(name: str, cast: Cast | None) -> dict[str, Any]:

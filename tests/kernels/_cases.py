@@ -45,7 +45,7 @@ SMALL = [(1, 17), (17, 1), (130, 129), (128, 256)]  # for the interpreter
 def inputs(shape: tuple[int, int], dtype: torch.dtype, plain: bool = False) -> Iterator[Tensor]:
     """Matrices on the CPU: many binades, zero blocks, strided rows, extremes, Inf and NaN.
 
-    `plain`: one without extremes, for the interpreter, which is slow and casts those wrongly.
+    `plain`: without extremes, for the interpreter, which is slow and casts those wrongly.
     """
     g = torch.Generator().manual_seed(shape[0] * 1009 + shape[1])
     normal = torch.randn(shape, generator=g)
@@ -56,6 +56,8 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype, plain: bool = False) -> I
         odd[:, 1 : shape[1] + 1] = wide.to(dtype)
         yield odd[:, 1 : shape[1] + 1]
     if plain:
+        if shape[0] % 128 == shape[1] % 128 == 0:
+            yield wide.to(dtype)  # whole tiles with aligned rows: kernels of words take those
         return
     if shape == STRIDED:
         wider = torch.full((shape[0], 256), torch.nan).to(dtype)
