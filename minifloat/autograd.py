@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 
 __all__ = ["chain"]
 
@@ -45,6 +46,9 @@ def _run(
 
 
 class _Chain(torch.autograd.Function):
+    # A saved tensor dies with its last use in backward, which the peak of memory depends on.
+    clear_saved_tensors_on_access = True
+
     @staticmethod
     def forward(ctx: Any, links: tuple[Link, ...], x: Any, *params: Any) -> Tensor:
         y, saved, counts = _run(links, x, params)
@@ -56,14 +60,27 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        end = len(saved)
+        saved = _saved(ctx)
         grads: tuple[Any, ...] = ()
         g: Any = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
         for (op, call), count in zip(reversed(ctx.links), reversed(ctx.counts), strict=True):
-            g, of_params = op.backward(g, saved[end - count : end], call)
-            end -= count
+            start = len(saved) - count
+            kept = saved[start:]
+            del saved[start:]
+            g, of_params = op.backward(g, kept, call)
             grads = (*of_params, *grads)
         if g is not None and len(ctx.shape) != 2:
             g = g.reshape(ctx.shape)
         return None, g, *grads
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """The saved tensors; a graph that is retained keeps them for its next backward."""
+    if torch.compiler.is_compiling():
+        return list(ctx.saved_tensors)
+    held = ctx.__dict__.get("held")
+    if held is None:
+        held = ctx.saved_tensors
+        if _keeps_graph():
+            ctx.held = held
+    return list(held)

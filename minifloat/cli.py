@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what runs where on this machine, and why")
     doctor.add_argument("--device", default=None, help="e.g. cpu, cuda:0 (default: the GPU if any)")
+    convert = commands.add_parser(
+        "convert-checkpoint", help="Transformer Engine's delayed-scaling state into plain tensors"
+    )
+    convert.add_argument("source", metavar="IN", help="a file of torch.save or safetensors")
+    convert.add_argument("target", metavar="OUT", help="written in the same format")
     args = parser.parse_args(argv)
+    if args.command == "convert-checkpoint":
+        return _convert(args.source, args.target)
     from .doctor import report
 
     print(report(None if args.device is None else torch.device(args.device)))
+    return 0
+
+
+def _convert(source: str, target: str) -> int:
+    from .convert import convert_checkpoint
+
+    try:
+        count = convert_checkpoint(source, target)
+    except Exception as error:  # a message, not a trace: the file is what is wrong
+        print(f"minifloat convert-checkpoint: {source}: {error}", file=sys.stderr)
+        return 1
+    print(f"{target}: {count} extra states converted")
     return 0

@@ -1,6 +1,6 @@
 """Collectives over the first dim as functional operators: eager runs them, graphs hold them.
 
-A group is its name. Results are new tensors; a group of one is the identity, without a copy.
+A group is its name. Results are new tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 def all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
     """`op` of x over the group."""
     functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_reduce(x, op, group))  # type: ignore[no-any-return]
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, group))  # type: ignore[no-any-return]
 
 
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import env, library, reference
+from . import env, library, programs, reference
 from .formats import Cast, rup
 from .layout import flatten, parts, shares_scale, transposed_shape
 from .library import op as _op
@@ -27,7 +27,6 @@ __all__ = [
     "fake_quantize",
     "quantize",
     "quantize_scaled",
-    "snapshot",
     "swizzle",
     "transpose",
 ]
@@ -63,6 +62,10 @@ def _kernels(x: Tensor, row: Cast | None, col: Cast | None = None) -> Any:
     if not served or not _same_scale(row, col) or (row is not None and row.transforms):
         return None
     return entry
+
+
+def _on_gpu(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_cuda
 
 
 def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tensor") -> None:
@@ -146,18 +149,28 @@ def quantize(
     col_amax: Tensor | None = None,
     seed: Tensor | None = None,
     after: Tensor | None = None,
+    keep_amax: bool = False,
 ) -> list[Tensor]:
     """The buffers `layout.parts(x.shape, row, col)` describes, from one read of `x`.
 
     `row_amax` / `col_amax` are global amaxes known already (a tensor-wide format reads `row_amax`).
     A graph runs this once `after` is there: what backward casts anew stays out of forward.
+    `keep_amax` adds the amax that a tensor-wide scale came from, for a cast to come.
     """
+    traced, of = _traced(), None
+    if not traced and _on_gpu(x):
+        name = "quantize_amax" if keep_amax else "quantize"
+        of = programs.key(name, x, row, col, row_amax, col_amax, seed)
+        program = programs.find(of)
+        if program is not None:
+            return program((x, row_amax, col_amax, seed))
     check_input(x, row, col)
     check_seed(seed)
     row, col = _dtyped(row, x), _dtyped(col, x)
-    if _traced():
-        return _op("quantize")(x, row, col, row_amax, col_amax, seed, after)  # type: ignore[no-any-return]
-    return _quantize(x, row, col, row_amax, col_amax, seed)
+    arguments = (x, row, col, row_amax, col_amax, seed, after, keep_amax)
+    if traced:
+        return _op("quantize")(*arguments)  # type: ignore[no-any-return]
+    return programs.replay(of, (x, row_amax, col_amax, seed), lambda: _quantize(*arguments))
 
 
 def _quantize(
@@ -168,12 +181,18 @@ def _quantize(
     col_amax: Tensor | None,
     seed: Tensor | None,
     after: Tensor | None = None,
+    keep_amax: bool = False,
 ) -> list[Tensor]:
     described = parts(x.shape, row, col)
     kernels = _kernels(x, row, col)
     if kernels is None:
-        return _quantize_reference(x, row, col, row_amax, col_amax, seed)
+        if not keep_amax:
+            return _quantize_reference(x, row, col, row_amax, col_amax, seed)
+        (seen,) = _amax(x, row, col) if row_amax is None else (row_amax.clone(),)
+        return [*_quantize_reference(x, row, col, seen, seen, seed), seen]
     out = {p.name: _empty(x, p.shape, p.dtype) for p in described}
+    if keep_amax:
+        out["amax"] = _empty(x, (1,), torch.float32)
     kernels.quantize(_2d(x), row, col, out, row_amax, col_amax, seed)
     return list(out.values())
 
@@ -220,8 +239,10 @@ def _quantize_fake(
     col_amax: Tensor | None,
     seed: Tensor | None,
     after: Tensor | None = None,
+    keep_amax: bool = False,
 ) -> list[Tensor]:
-    return [x.new_empty(p.shape, dtype=p.dtype) for p in parts(x.shape, row, col)]
+    made = [x.new_empty(p.shape, dtype=p.dtype) for p in parts(x.shape, row, col)]
+    return [*made, x.new_empty(1, dtype=torch.float32)] if keep_amax else made
 
 
 # ------------------------------------------------------------------------------------------- amax
@@ -266,22 +287,31 @@ def quantize_scaled(
     *,
     row: bool,
     col: bool,
+    keep_scale: bool = False,
     after: Tensor | None = None,
 ) -> list[Tensor]:
     """Cast with a given scale; `amax`, if given, becomes `max(amax, |x|)` in place.
 
-    Returns the row copy and the transposed copy, those asked for, then 1/scale.
+    Returns the row copy and the transposed copy, those asked for, then 1/scale, then a copy of the
+    scale if `keep_scale` says that it will be needed after it moved on.
     """
-    check_input(x, cast if row else None, cast if col else None)
     if not _traced():
-        amax = torch.empty_like(scale) if amax is None else amax
-        return _quantize_scaled(x, scale, amax, cast, row, col)
+        of = None
+        if _on_gpu(x):
+            of = programs.key(("scaled", row, col, keep_scale), x, cast, None, scale, amax)
+            program = programs.find(of)
+            if program is not None:
+                return program((x, scale, amax))
+        check_input(x, cast if row else None, cast if col else None)
+        arguments = (x, scale, amax, cast, row, col, keep_scale)
+        return programs.replay(of, (x, scale, amax), lambda: _quantize_scaled(*arguments))
+    check_input(x, cast if row else None, cast if col else None)
     # A pure op, and the update beside it: aten that Inductor fuses and AOT functionalizes.
     made: list[Tensor]
     *made, seen = _op("quantize_scaled")(x, scale, cast, row, col, after)
     if amax is not None:
         amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
-    return made
+    return [*made, scale] if keep_scale else made  # a graph was given a copy: see scalars.snapshot
 
 
 def _quantize_scaled_op(
@@ -292,20 +322,29 @@ def _quantize_scaled_op(
 
 
 def _quantize_scaled(
-    x: Tensor, scale: Tensor, amax: Tensor, cast: Cast, row: bool, col: bool
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    cast: Cast,
+    row: bool,
+    col: bool,
+    keep_scale: bool = False,
 ) -> list[Tensor]:
     kernels = _kernels(x, cast)
     if kernels is not None:
         out = {p.name: _empty(x, p.shape, p.dtype) for p in _scaled_parts(x, cast, row, col)}
+        if keep_scale:
+            out["kept"] = _empty(x, (1,), torch.float32)
         kernels.quantize_scaled(_2d(x), scale, amax, cast, out)
         return list(out.values())
     data, scale_inv, seen = reference.quantize_scaled(x, scale.reshape(1), cast)
     data = _compact(data, x.shape)
-    amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
     made = [data] if row else []
     if col:
         made.append(_transpose_reference(data))
-    return [*made, scale_inv]
+    return [*made, scale_inv, *([scale.reshape(1).clone()] if keep_scale else [])]
 
 
 def _scaled_parts(x: Tensor, cast: Cast, row: bool, col: bool) -> list[Any]:
@@ -317,22 +356,6 @@ def _quantize_scaled_fake(
 ) -> list[Tensor]:
     made = [x.new_empty(p.shape, dtype=p.dtype) for p in _scaled_parts(x, cast, row, col)]
     return [*made, x.new_empty(1, dtype=torch.float32)]
-
-
-def snapshot(x: Tensor) -> Tensor:
-    """A copy that a graph keeps for backward, which would repeat a plain `clone` of a moved `x`.
-
-    Forward must use it as well: what backward alone uses is computed there.
-    """
-    return _op("snapshot")(x) if _traced() else x.clone()
-
-
-def _snapshot(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _snapshot_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 # ------------------------------------------------------------------------------------- dequantize
@@ -458,13 +481,19 @@ def fake_quantize(
     `col` is in the source's orientation; the packed column copy comes with `keep_col`. The amaxes
     of a two-level format, one per direction, come last. Absent parts are left out.
     """
+    traced, of = _traced(), None
+    if not traced and _on_gpu(x):
+        of = programs.key(("values", keep_col), x, row, col, seed)
+        program = programs.find(of)
+        if program is not None:
+            return program((x, seed))
     check_input(x, row, col)
     check_seed(seed)
     if any(c is not None and c.layout[0] is not torch.uint8 for c in (row, col)):
         raise ValueError("row, col: high precision has no codes to emulate; cast x instead")
-    if _traced():
+    if traced:
         return _op("fake_quantize")(x, row, col, keep_col, seed, after)  # type: ignore[no-any-return]
-    return _fake_quantize(x, row, col, keep_col, seed)
+    return programs.replay(of, (x, seed), lambda: _fake_quantize(x, row, col, keep_col, seed))
 
 
 def _fake_quantize(
@@ -533,7 +562,7 @@ _CAST = f"{Cast.__module__}.{Cast.__qualname__}"
 _OPS: tuple[library.Definition, ...] = (
     (
         f"quantize(Tensor x, {_CAST}? row, {_CAST}? col, Tensor? row_amax, Tensor? col_amax, "
-        "Tensor? seed, Tensor? after=None) -> Tensor[]",
+        "Tensor? seed, Tensor? after=None, bool keep_amax=False) -> Tensor[]",
         _quantize,
         _quantize_fake,
     ),
@@ -550,7 +579,6 @@ _OPS: tuple[library.Definition, ...] = (
         _dequantize,
         _dequantize_fake,
     ),
-    ("snapshot(Tensor x) -> Tensor", _snapshot, _snapshot_fake),
     ("transpose(Tensor data) -> Tensor", _transpose, _transpose_fake),
     ("swizzle(Tensor scale) -> Tensor", _swizzle, _swizzle_fake),
     (

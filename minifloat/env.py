@@ -52,6 +52,11 @@ def capability(device: torch.device | str) -> int | None:
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
+# What torch.compiler.assume_constant_result does, without importing Dynamo: asked while tracing,
+# the answer is a constant of the graph.
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def device_name(device: torch.device | str) -> str:
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

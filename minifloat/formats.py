@@ -251,12 +251,13 @@ class Cast(Value):
     dtype: torch.dtype | None
     # Derived: the format; whether a Hadamard transform runs along the contraction; whether scales
     # belong to tiles; the shape rules as plain constants, which traced code can read; and the
-    # largest code.
+    # largest code; the capabilities that multiply it.
     format: Format
     transforms: bool
     tiled: bool
     layout: tuple[Any, ...]
     limit: float
+    native: tuple[int, int]
     _fields = (
         "format_name", "pow2", "eps", "hadamard", "stochastic", "row_scaled", "error",
         "scale_max", "dtype",
@@ -276,6 +277,7 @@ class Cast(Value):
             "tiled": fmt.tile is not None,
             "layout": _layout(fmt, self),
             "limit": 0.0 if fmt.element is None else fmt.element.max,
+            "native": fmt.native or (0, 0),
         }
 
     def _refuse_nonsense(self, fmt: Format) -> None:
@@ -321,6 +323,7 @@ register(
         "tiled",
         "layout",
         "limit",
+        "native",
         "_key",
         "__eq__",
         "replace",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from . import dispatch, env, library, reference
+from . import dispatch, env, library, reference, scalars
 from .formats import E4M3, Cast, Format, Operand, Scale, cdiv, rup
 
 __all__ = ["Backend", "backend", "gemm", "is_native"]
@@ -54,8 +54,9 @@ def _need(fmt: Format) -> str | None:
 
 
 def is_native(cast: Cast, device: torch.device) -> bool:
-    """Whether `device` has tensor cores for `cast`'s format at all."""
-    return device.type == "cuda" and _runs(cast.format, device)
+    """Whether `device` has tensor cores for `cast`'s format at all. Traced code asks this."""
+    capability = env.capability(device) if device.type == "cuda" else None
+    return capability is not None and cast.native[0] <= capability < cast.native[1]
 
 
 def _runs(fmt: Format, device: torch.device) -> bool:
@@ -88,7 +89,7 @@ def gemm(
     if not library.traced():
         _check(a, b)
         return _gemm(a, b, out_dtype, bias, fast)
-    if not _coded(a) and not _coded(b) and a.amax is None and b.amax is None:
+    if not (_coded(a) or _coded(b)) and a.amax is None and b.amax is None:
         return _product(a.data, b.data, out_dtype, bias)  # plain aten, which Inductor owns
     return library.op("gemm")(*_flat(a), *_flat(b), out_dtype, bias, fast)  # type: ignore[no-any-return]
 
@@ -103,12 +104,26 @@ def _check(a: Operand, b: Operand) -> None:
 def _gemm(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    native = _native(a.cast, b.cast, a.data.device) if _coded(a) and _coded(b) else None
+    native = _find(a, b)
     if native is None:
         return _emulated(a, b, out_dtype, bias)
-    if 0 in (a.data.shape[0], b.data.shape[0], a.columns):
+    if a.data.numel() == 0 or b.data.numel() == 0:
         return _product(_values(a, torch.bfloat16), _values(b, torch.bfloat16), out_dtype, bias)
     return native(a, b, out_dtype, bias, fast)
+
+
+_FOUND: dict[tuple[int, int, torch.device], Native | None] = {}
+
+
+def _find(a: Operand, b: Operand) -> Native | None:
+    """What multiplies the codes of a and b, if they are codes and anything does; remembered."""
+    if not (a.data.is_cuda and _coded(a) and _coded(b)):
+        return None
+    device = a.data.device
+    key = (id(a.cast), id(b.cast), device)  # casts are interned
+    if key not in _FOUND:
+        _FOUND[key] = _native(a.cast, b.cast, device)
+    return _FOUND[key]
 
 
 def _coded(o: Operand) -> bool:
@@ -133,7 +148,10 @@ def _tensorwise(
 ) -> Tensor:
     assert a.scale is not None and b.scale is not None
     m, n = a.data.shape[0], b.data.shape[0]
-    x, w = _padded(a, 1, 16), _padded(b, 16, 16)
+    if a.columns % 16 == 0 and n % 16 == 0:
+        x, w = _codes(a), _codes(b)
+    else:
+        x, w = _padded(a, 1, 16), _padded(b, 16, 16)
     fused = bias is not None and n % 16 == 0 and out_dtype in HALF
     y = torch._scaled_mm(
         x,
@@ -258,7 +276,7 @@ def _swizzled(o: Operand, rows: int, block: int) -> Tensor:
 
 
 def _finish(y: Tensor, m: int, n: int, bias: Tensor | None) -> Tensor:
-    if y.shape != (m, n):
+    if y.shape[0] != m or y.shape[1] != n:
         y = y[:m, :n].contiguous()
     return y if bias is None else y.add_(bias)
 
@@ -271,14 +289,29 @@ def _emulated(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | Non
     alphas = [s for s in (_alpha(a), _alpha(b)) if s is not None]
     if not alphas:
         return _product(_values(a, dtype), _values(b, dtype), out_dtype, bias)
-    scale = _scale_of_product(a, b)
     # One rounding to bf16 before the scale keeps the error under twice the plain product's; a
     # wider result is scaled in fp32.
     wide = dtype if out_dtype == dtype else torch.float32
     y = _product(_values(a, dtype), _values(b, dtype), wide, None)
-    out = y if wide == out_dtype else torch.empty_like(y, dtype=out_dtype)
-    torch.mul(y, scale, out=out)
+    numbers = [_number(o) for o in (a, b)]
+    if all(n is not None for n in numbers):
+        (sa, fa), (sb, fb) = numbers  # type: ignore[misc]
+        out = scalars.rescale(y, sa, sb, fa * fb, out_dtype)
+    else:
+        out = y if wide == out_dtype else torch.empty_like(y, dtype=out_dtype)
+        torch.mul(y, _scale_of_product(a, b), out=out)
     return out if bias is None else out.add_(bias)
+
+
+def _number(o: Operand) -> tuple[Tensor, float] | None:
+    """(tensor of one element, factor) whose product scales all of the product, if that is so."""
+    fmt = o.cast.format
+    if fmt.two_level and not o.cast.row_scaled:
+        assert o.amax is not None
+        return o.amax, reference.dequantize_factor(o.cast)
+    if fmt.tile is None and fmt.element is not None and o.scale is not None:
+        return o.scale, 1.0
+    return None
 
 
 def _scale_of_product(a: Operand, b: Operand) -> Tensor:

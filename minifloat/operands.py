@@ -14,7 +14,7 @@ __all__ = ["Live", "column", "operands"]
 Live = tuple[Tensor, Tensor | None]  # delayed scaling's scale, and the amax it records into
 
 
-def operands(
+def operands(  # noqa: PLR0913  (one call, many recipes)
     x: Tensor,
     row: Cast | None,
     col: Cast | None,
@@ -23,21 +23,25 @@ def operands(
     seed: Tensor | None = None,
     group: str | None = None,
     keep_col: bool = False,
+    keep_amax: bool = False,
+    amax: Tensor | None = None,
     after: Tensor | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """(row, column) operands of `x[M, K]`; None stays None.
 
     `live` casts with a given scale. `keep_col` asks for a column copy to be saved: codes, where a
     GEMM to come could do with values. `group` names the process group over which amaxes are
-    shared. `after` is what a graph must have before it runs this.
+    shared. `keep_amax` keeps the amax of a tensor-wide scale in the operands (with `live`, the
+    scale), `amax` is one that was kept. `after` is what a graph must have before it runs this.
     """
     if live is not None:
-        return _scaled(x, row, col, live, after)
+        return _scaled(x, row, col, live, keep_amax, after)
+    rest = (keep_amax, amax, after)
     if row is None or col is None or _one_kernel(row, col):
-        return _cast(x, row, col, seed, group, keep_col, after)
+        return _cast(x, row, col, seed, group, keep_col, *rest)
     return (
-        _cast(x, row, None, seed, group, False, after)[0],
-        _cast(x, None, col, seed, group, keep_col, after)[1],
+        _cast(x, row, None, seed, group, False, *rest)[0],
+        _cast(x, None, col, seed, group, keep_col, *rest)[1],
     )
 
 
@@ -58,26 +62,37 @@ def _one_kernel(row: Cast, col: Cast) -> bool:
 
 
 def _scaled(
-    x: Tensor, row: Cast | None, col: Cast | None, live: Live, after: Tensor | None
+    x: Tensor, row: Cast | None, col: Cast | None, live: Live, keep: bool, after: Tensor | None
 ) -> tuple[Operand | None, Operand | None]:
     cast = row if row is not None else col
     assert cast is not None
     made = dispatch.quantize_scaled(
-        x, live[0], live[1], cast, row=row is not None, col=col is not None, after=after
+        x,
+        live[0],
+        live[1],
+        cast,
+        row=row is not None,
+        col=col is not None,
+        keep_scale=keep,
+        after=after,
     )
-    scale = made[-1]
-    a = None if row is None else Operand(made[0], scale, None, cast, x.shape[1])
-    b = None if col is None else Operand(made[-2], scale, None, cast, x.shape[0])
+    kept = made[-1] if keep else None
+    at = 0 if row is None else 1
+    scale = made[at if col is None else at + 1]
+    a = None if row is None else Operand(made[0], scale, kept, cast, x.shape[1])
+    b = None if col is None else Operand(made[at], scale, kept, cast, x.shape[0])
     return a, b
 
 
-def _cast(
+def _cast(  # noqa: PLR0913
     x: Tensor,
     row: Cast | None,
     col: Cast | None,
     seed: Tensor | None,
     group: str | None,
     keep_col: bool,
+    keep_amax: bool,
+    amax: Tensor | None,
     after: Tensor | None,
 ) -> tuple[Operand | None, Operand | None]:
     m, k = x.shape
@@ -89,7 +104,8 @@ def _cast(
             None if row is None else Operand(x, None, None, row, k),
             None if col is None else Operand(x.t(), None, None, col, m),
         )
-    row_amax = col_amax = None
+    row_amax = col_amax = amax
+    keep_amax = keep_amax and not cast.tiled
     if group is not None and _shares_amax(cast):
         amaxes = [collectives.all_reduce(a, group, "max") for a in dispatch.amax(x, row, col)]
         row_amax, col_amax = amaxes[0] if row is not None else None, amaxes[-1]
@@ -98,18 +114,41 @@ def _cast(
     elif _as_values(cast, x.device) and not (keep_col and col is not None and row is None):
         return _values(x, row, col, seed, keep_col, after)
     made = dispatch.quantize(
-        x, row, col, row_amax=row_amax, col_amax=col_amax, seed=seed, after=after
+        x,
+        row,
+        col,
+        row_amax=row_amax,
+        col_amax=col_amax,
+        seed=seed,
+        after=after,
+        keep_amax=keep_amax,
     )
-    parts = dict(zip(part_names(row, col), made, strict=True))
+    kept = made[-1] if keep_amax else None
+    made = made[:-1] if keep_amax else made
+    parts = dict(zip(_names(row, col), made, strict=True))
     shared = parts.get("scale")
     a = b = None
     if row is not None:
         scale = parts.get("row_scale", shared)
-        a = Operand(parts["row_data"], scale, parts.get("row_amax"), row, k)
+        a = Operand(parts["row_data"], scale, parts.get("row_amax", kept), row, k)
     if col is not None:
         scale = parts.get("col_scale", shared)
         b = column(parts["col_data"], scale, parts.get("col_amax"), col, m)
     return a, b
+
+
+_NAMES: dict[tuple[int, int], tuple[str, ...]] = {}
+
+
+def _names(row: Cast | None, col: Cast | None) -> tuple[str, ...]:
+    """`part_names`, remembered: casts are interned, so their ids stand for them."""
+    if torch.compiler.is_compiling():
+        return part_names(row, col)
+    key = (id(row), id(col))
+    found = _NAMES.get(key)
+    if found is None:
+        found = _NAMES[key] = part_names(row, col)
+    return found
 
 
 def _values(
@@ -123,7 +162,7 @@ def _values(
     """bf16 values of an emulated format; a column copy to keep is codes, from a read of its own."""
     kept = None
     if keep_col and col is not None:
-        kept = _cast(x, None, col, seed, None, True, after)[1]
+        kept = _cast(x, None, col, seed, None, True, False, None, after)[1]
         col = None
     made = dispatch.fake_quantize(x, row, col, keep_col=False, seed=seed, after=after)
     a = b = None

@@ -609,12 +609,11 @@ def test_opcheck_of_ops_without_a_cast_and_delayed_scaling() -> None:
         torch.library.opcheck(OPS.swizzle.default, (t,), test_utils=OPCHECKS)
     scaled = (sample((20, 36)), torch.ones(1), Cast("fp8_e4m3"), True, True)
     torch.library.opcheck(OPS.quantize_scaled.default, scaled, test_utils=OPCHECKS)
-    torch.library.opcheck(OPS.snapshot.default, (torch.ones(1),), test_utils=OPCHECKS)
 
 
 def test_every_op_is_checked() -> None:
     checked = {op._opname for cast in KINDS for op, _ in op_calls(cast)}
-    checked |= {"transpose", "swizzle", "quantize_scaled", "snapshot"}
+    checked |= {"transpose", "swizzle", "quantize_scaled"}
     assert {schema.split("(")[0] for schema, _, _ in dispatch._OPS} == checked
 
 

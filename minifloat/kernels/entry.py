@@ -51,6 +51,7 @@ def quantize(
             col=out.get("col_data"),
             scale_inv=out["scale"],
             amax=row_amax if row_amax is not None else col_amax,
+            amax_out=out.get("amax"),
         )
     elif cast.format.two_level:
         _global_amaxes(x, row, col, out, row_amax, col_amax)
@@ -60,9 +61,9 @@ def quantize(
 
 
 def quantize_scaled(
-    x: Tensor, scale: Tensor, amax: Tensor, cast: Cast, out: dict[str, Tensor]
+    x: Tensor, scale: Tensor, amax: Tensor | None, cast: Cast, out: dict[str, Tensor]
 ) -> None:
-    """Delayed scaling into `out`; `amax` is a running maximum."""
+    """Delayed scaling into `out`; `amax`, if any, is a running maximum."""
     assert cast.format.element is not None
     tensorwise.cast_scaled(
         x,
@@ -72,6 +73,7 @@ def quantize_scaled(
         row=out.get("row_data"),
         col=out.get("col_data"),
         scale_inv=out["scale"],
+        scale_out=out.get("kept"),
     )
 
 

@@ -72,6 +72,7 @@ def cast_kernel(
     n,
     amax,
     scale_inv,
+    kept,
     eps,
     M,
     K,
@@ -80,6 +81,7 @@ def cast_kernel(
     ROW: tl.constexpr,
     COL: tl.constexpr,
     AMAX: tl.constexpr,
+    KEEP: tl.constexpr,
     LIMIT: tl.constexpr,
     TYPE: tl.constexpr,
     INF: tl.constexpr,
@@ -93,6 +95,7 @@ def cast_kernel(
 
     SCALED: `source[0]` is the scale, and the bits of |x| go into `amax[0]`, a running maximum.
     Otherwise `source[:n]` holds the bits of partial amaxes, and every program derives the scale.
+    KEEP: `kept[0]` is what the scale came from, itself or the amax, for another cast of x.
     """
     i_p = tl.program_id(0)
     i_t = tl.num_programs(0) - 1 - i_p
@@ -108,9 +111,12 @@ def cast_kernel(
         if AMAX:
             tl.atomic_max(amax, tl.max(abs_bits(b_x)), sem="relaxed")
     else:
-        scale = fp8_scale(load_max(source, n, PARTIALS), eps, LIMIT, INF, POW2)
+        largest = load_max(source, n, PARTIALS)
+        scale = fp8_scale(largest, eps, LIMIT, INF, POW2)
     if i_p == 0:
         tl.store(scale_inv, tl.div_rn(1.0, scale))
+        if KEEP:
+            tl.store(kept, scale if SCALED else largest)
     if ROW:
         b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)  # [BM, BK]
         store_tile(row, b_q, o_m, o_k, M, K, EVEN)
@@ -134,13 +140,16 @@ def cast_current(
     col: Tensor | None,
     scale_inv: Tensor,
     amax: Tensor | None = None,
+    amax_out: Tensor | None = None,
 ) -> None:
     """Codes of `x[M, K]` under the scale of its amax: `row[M, K]`, `col[K, M]`, `scale_inv` (1,).
 
-    `amax` (fp32, one element) is used where it is known already, and spares a read of x.
+    `amax` (fp32, one element) is used where it is known already, and spares a read of x; `amax_out`
+    receives it for another time.
     """
     source, n = _partial_amax(x) if amax is None else (amax.view(torch.int32), 1)
-    _run(x, element, row, col, scale_inv, source=source, n=n, pow2=pow2, eps=eps)
+    options = {"source": source, "n": n, "kept": amax_out, "pow2": pow2, "eps": eps}
+    _run(x, element, row, col, scale_inv, **options)
 
 
 def cast_scaled(
@@ -152,10 +161,15 @@ def cast_scaled(
     row: Tensor | None,
     col: Tensor | None,
     scale_inv: Tensor,
+    scale_out: Tensor | None = None,
 ) -> None:
-    """Codes of `x * scale`; `amax` (fp32, one element; None: not recorded) = max(amax, |x|)."""
+    """Codes of `x * scale`; `amax` (fp32, one element; None: not recorded) = max(amax, |x|).
+
+    `scale_out` receives a copy of the scale, which moves on.
+    """
     bits = None if amax is None else amax.view(torch.int32)
-    _run(x, element, row, col, scale_inv, source=scale, amax=bits, scaled=True)
+    options = {"source": scale, "amax": bits, "kept": scale_out, "scaled": True}
+    _run(x, element, row, col, scale_inv, **options)
 
 
 def _run(
@@ -221,6 +235,7 @@ def _cast(
     source: Tensor,
     n: int = 1,
     amax: Tensor | None = None,
+    kept: Tensor | None = None,
     scaled: bool = False,
     pow2: bool = False,
     eps: float = 0.0,
@@ -237,6 +252,7 @@ def _cast(
         "n": n,
         "amax": amax,
         "scale_inv": scale_inv,
+        "kept": kept,
         "eps": eps,
         "M": m,
         "K": k,
@@ -245,6 +261,7 @@ def _cast(
         "ROW": row is not None,
         "COL": col is not None,
         "AMAX": amax is not None,
+        "KEEP": kept is not None,
         "LIMIT": element.max,
         "TYPE": FP8[element],
         "INF": FP32_MAX,

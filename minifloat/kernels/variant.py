@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..formats import cdiv
+from ..programs import recording
 
 __all__ = ["Config", "Launch", "Sample", "Variant", "samples"]
 
@@ -59,12 +60,16 @@ class Launch(NamedTuple):
     config: Config
 
     def run(self) -> None:
-        self.fn[(self.programs,)](
+        kernel = self.fn[(self.programs,)](
             **self.args,
             num_warps=self.config.warps,
             num_stages=self.config.stages,
             enable_fp_fusion=False,  # the contract's operations are separate
         )
+        recorder = recording()
+        if recorder is not None:
+            names = (p.name for p in self.fn.params)
+            recorder.launch(kernel, self.programs, [self.args[n] for n in names])
 
 
 @dataclass(frozen=True)

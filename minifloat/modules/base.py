@@ -6,12 +6,12 @@ operations need of it; nothing below a module reads it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .. import dispatch
+from .. import scalars
 from ..formats import HIGH_PRECISION, Cast
 from ..operands import Live
 from ..recipe.autocast import STATE, note
@@ -20,6 +20,8 @@ from ..recipe.delayed import DelayedState, Slots, update
 from ..recipe.plan import Plan
 from ..recipe.replay import Entry, tape
 from ..recipe.roles import QuantizerRole
+from ..tensors import QuantizedTensorStorage
+from . import extra_state
 
 __all__ = ["HIGH_PLAN", "Begun", "Module"]
 
@@ -152,9 +154,9 @@ class Module(nn.Module):
             entry.scales = [None if s is None else s[0].clone() for s in (x, w)]
         elif torch.compiler.is_compiling():
             # The scales move on before backward, where a graph would read them again.
-            w = None if w is None else (dispatch.snapshot(w[0]), w[1])
+            w = None if w is None else (scalars.snapshot(w[0]), w[1])
             if STATE.checkpointed:
-                x = None if x is None else (dispatch.snapshot(x[0]), x[1])
+                x = None if x is None else (scalars.snapshot(x[0]), x[1])
         limits = (plan.g_row.limit, plan.dx_row.limit)
         slots = state.backward_slots(limits) if torch.is_grad_enabled() else None
         return Begun(plan, (x, w, g), slots, group, calibration, entry, replays)
@@ -165,6 +167,39 @@ class Module(nn.Module):
             plan = begun.plan
             limits = (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit)
             update(self.delayed.forward_slots(limits), begun.plan.update, begun.group)
+
+    # ------------------------------------------------------------------------------ state dict
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + extra_state.SUFFIX
+        if key in state_dict:
+            refused = extra_state.refusal(state_dict[key])
+            if refused:
+                error_msgs.append(f"{key}: {refused}")
+                return
+            state_dict = {k: v for k, v in state_dict.items() if k != key}
+        if any(isinstance(p, QuantizedTensorStorage) for p in self.parameters(recurse=False)):
+            # Values that are quantized on the way in are so by the checkpoint's scale.
+            self.delayed._load_from_state_dict(
+                state_dict, f"{prefix}delayed.", local_metadata, False, [], [], []
+            )
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
     def _where(self) -> str:
         """How messages call this module."""

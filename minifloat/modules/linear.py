@@ -102,7 +102,7 @@ class Linear(Module, nn.Linear):
         self._tracker = (get_rng_state_tracker, rng_tracker_name)
         self._init_recipe, self._preserve = STATE.init, STATE.preserve
         self._cached: Cached | None = None
-        self._cached_version = -1
+        self._cached_version: tuple[tuple[int, int], ...] = ()
         self._preallocated = ""  # Plan.weight_key of a workspace held in buffers
         self._make_parameters(
             in_features, out_features, bias, params_dtype, parameters_split, device, where
@@ -129,7 +129,9 @@ class Linear(Module, nn.Linear):
         self.in_features, self.out_features = in_features // row, out_features // column
         self.use_bias = bias
         self.apply_bias = bias and not self.return_bias
-        self._splits = splits(parameters_split, out_features, column, where)
+        self._splits = {"": self.out_features}
+        if parameters_split is not None:
+            self._splits = splits(parameters_split, out_features, column, where)
         if len(self._splits) > 1 and device.type == "meta":
             raise _ModeError(
                 f"{where}: parameters_split on the meta device: the parts share one buffer, which "
@@ -139,6 +141,11 @@ class Linear(Module, nn.Linear):
             raise RuntimeError(
                 f"{where}: parameters_split inside quantized_model_init: the parts of a quantized "
                 "weight cannot be split; construct it outside, or without parameters_split"
+            )
+        if len(self._splits) > 1 and self.fuse_wgrad_accumulation:
+            raise ValueError(
+                f"{where}: fuse_wgrad_accumulation with parameters_split: one product cannot be "
+                "added to the main_grad of several parameters; leave one of them out"
             )
         weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
         vector = torch.zeros(self.out_features, dtype=dtype, device=device)
@@ -179,10 +186,11 @@ class Linear(Module, nn.Linear):
     def _quantize_parameter(self) -> None:
         assert self._init_recipe is not None
         roles = self.get_quantizer_roles(fwd=True, num_quantizers=3)
+        (prefix,) = self._splits
         self.register_parameter(
-            "weight",
+            f"{prefix}weight",
             quantized_parameter(
-                self.weight.detach(), self._init_recipe, roles, self.delayed, self._preserve
+                self._weights()[0].detach(), self._init_recipe, roles, self.delayed, self._preserve
             ),
         )
 
@@ -207,8 +215,14 @@ class Linear(Module, nn.Linear):
         return [b for b in found if b is not None]
 
     def set_tensor_parallel_group(self, group: Any) -> None:
-        """The ranks over which tensor parallelism runs."""
-        self._tp = collectives.Group(str(group.group_name), torch.distributed.get_world_size(group))
+        """The ranks over which tensor parallelism runs; None takes them away."""
+        size = self.tp_size if group is None else torch.distributed.get_world_size(group)
+        if size != self.tp_size:
+            raise ValueError(
+                f"{self._where()}: group: got one of {size} ranks; the parameters were made for "
+                f"tp_size={self.tp_size}: give it at construction"
+            )
+        self._tp = None if group is None else collectives.Group(str(group.group_name), size)
 
     @property
     def primary_weights_in_fp8(self) -> bool:
@@ -233,11 +247,11 @@ class Linear(Module, nn.Linear):
         casts it anew. `fp8_output` returns a quantized tensor, `fp8_grad` quantizes the gradient of
         the input.
         """
-        begun = self._begin()
-        plan = begun.plan
-        weight: Any = self.weight if "" in self._splits else torch.cat(self._weights())
+        weight: Any = self.weight if "" in self._splits else _joined(self._weights())
         bias = self._bias()
         inp = self._check_input(inp, weight)
+        begun = self._begin()
+        plan = begun.plan
         if isinstance(weight, QuantizedTensorStorage):
             weight = self._check_quantized(weight, begun)
         elif plan.w_row.dtype is None and weight.dtype != inp.dtype and plan.name == HIGH_PLAN.name:
@@ -269,7 +283,7 @@ class Linear(Module, nn.Linear):
         )
         links: tuple[Any, ...] = ((LinearOp, call),)
         if self._tp is not None and self._tp.size > 1 and self.parallel_mode is not None:
-            links = self._parallel(links)
+            links = self._parallel(call, inp)
         elif self.tp_size > 1 and self.parallel_mode is not None:
             raise RuntimeError(
                 f"{self._where()}: tp_size={self.tp_size} without a process group; pass tp_group "
@@ -286,14 +300,31 @@ class Linear(Module, nn.Linear):
     def _bias(self) -> Any:
         if not self.use_bias:
             return None
-        return self.bias if "" in self._splits else torch.cat(self._biases())
+        return self.bias if "" in self._splits else _joined(self._biases())
 
-    def _parallel(self, links: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _parallel(self, call: Call, inp: Any) -> tuple[Any, ...]:
+        """The operation between its collectives."""
+        assert self._tp is not None
+        sequence, size = self.sequence_parallel, self._tp.size
+        if sequence and inp.dim() < 2:
+            raise ValueError(
+                f"{self._where()}: inp: got shape {tuple(inp.shape)}; sequence_parallel splits "
+                "the first dim of [sequence, ..., features]"
+            )
         if self.parallel_mode == "column":
-            first = collectives.Gather if self.sequence_parallel else collectives.Replicate
-            return ((first, self._tp), *links)
-        last = collectives.ReduceScatter if self.sequence_parallel else collectives.AllReduce
-        return (*links, (last, self._tp))
+            first = collectives.Gather if sequence else collectives.Replicate
+            if call.grad_input is None:
+                return (first, self._tp), (LinearOp, call)
+            # What is quantized is the sum over the ranks, and it ends the backward.
+            inner = call._replace(grad_input=None, slots=None)
+            return (collectives.QuantizeGrad, call), (first, self._tp), (LinearOp, inner)
+        if sequence and inp.shape[0] % size:
+            raise ValueError(
+                f"{self._where()}: inp: got shape {tuple(inp.shape)}; sequence_parallel splits "
+                f"the first dim of the output, {inp.shape[0]}, which tp_size={size} does not divide"
+            )
+        last = collectives.ReduceScatter if sequence else collectives.AllReduce
+        return (LinearOp, call), (last, self._tp)
 
     def _check_input(self, inp: Any, weight: Any) -> Any:
         if not isinstance(inp, Tensor):
@@ -363,7 +394,8 @@ class Linear(Module, nn.Linear):
             return None
         update = first is not False
         if first is None:
-            version = weight._version
+            # Of the parameters: those of a split module are joined anew at every call.
+            version = tuple([(w.data_ptr(), w._version) for w in self._weights()])
             update = version != self._cached_version
             self._cached_version = version
         cached, new = cast_weight(
@@ -424,8 +456,15 @@ class Linear(Module, nn.Linear):
             self.delayed.reset()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._cached = None  # it is not moved along
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._cached, self._cached_version = None, ()  # it is not moved along
+        held = [(name, b) for name, b in self._buffers.items() if b is not None]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, b in held:  # a workspace keeps its dtypes: module.bfloat16() means the parameters
+            moved = self._buffers[name]
+            assert moved is not None
+            if moved.dtype != b.dtype:
+                self._buffers[name] = b.to(moved.device)
+        return self
 
     def _versioned(self) -> bool:
         return self.cache_weights and not torch.compiler.is_compiling()
@@ -434,7 +473,7 @@ class Linear(Module, nn.Linear):
         """(main_grad, whether to overwrite it, dummy gradient: None, or whether it is zeros)."""
         if not self.fuse_wgrad_accumulation or not weight.requires_grad:
             return None, False, None
-        weight = self.weight
+        weight = self._weights()[0]
         main_grad = (
             weight.get_main_grad()
             if hasattr(weight, "__fsdp_param__")
@@ -535,6 +574,10 @@ class Linear(Module, nn.Linear):
 
 class _ModeError(ValueError, AssertionError):
     """An argument outside its list of values."""
+
+
+def _joined(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _capturing() -> bool:

@@ -4,6 +4,7 @@ Gather          rows of all ranks        backward: ReduceScatter
 ReduceScatter   sum, then own rows       backward: Gather
 Replicate       the identity             backward: AllReduce
 AllReduce       sum                      backward: the identity
+QuantizeGrad    the identity             backward: quantizes what the others summed
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import collectives
+from ..recipe.delayed import update
+from ..tensors import QuantizedTensorStorage
+from .linear import Call, _quantized_grad
 
-__all__ = ["AllReduce", "Gather", "Group", "ReduceScatter", "Replicate"]
+__all__ = ["AllReduce", "Gather", "Group", "QuantizeGrad", "ReduceScatter", "Replicate"]
 
 
 class Group(NamedTuple):
@@ -31,19 +35,21 @@ class _Collective:
     params = 0
 
     @staticmethod
-    def leading(lead: tuple[int, ...], group: Group) -> tuple[int, ...]:
+    def leading(lead: tuple[int, ...], call: Any) -> tuple[int, ...]:
         return lead
 
 
 class Gather(_Collective):
-    """All ranks' rows, in rank order."""
+    """All ranks' rows, in rank order; in high precision, so that they share their scales."""
 
     @staticmethod
-    def leading(lead: tuple[int, ...], group: Group) -> tuple[int, ...]:
-        return (lead[0] * group.size, *lead[1:])
+    def leading(lead: tuple[int, ...], call: Any) -> tuple[int, ...]:
+        return (lead[0] * call.size, *lead[1:])
 
     @staticmethod
-    def compute(x: Tensor, params: tuple[Any, ...], group: Group) -> Result:
+    def compute(x: Any, params: tuple[Any, ...], group: Group) -> Result:
+        if isinstance(x, QuantizedTensorStorage):
+            x = x.dequantize()
         return collectives.all_gather(x, group.name, group.size), ()
 
     @staticmethod
@@ -57,8 +63,8 @@ class ReduceScatter(_Collective):
     """This rank's rows of the sum."""
 
     @staticmethod
-    def leading(lead: tuple[int, ...], group: Group) -> tuple[int, ...]:
-        return (lead[0] // group.size, *lead[1:])
+    def leading(lead: tuple[int, ...], call: Any) -> tuple[int, ...]:
+        return (lead[0] // call.size, *lead[1:])
 
     @staticmethod
     def compute(x: Tensor, params: tuple[Any, ...], group: Group) -> Result:
@@ -90,4 +96,20 @@ class AllReduce(_Collective):
 
     @staticmethod
     def backward(grad: Tensor, saved: tuple[Any, ...], group: Group) -> tuple[Any, Any]:
+        return grad, ()
+
+
+class QuantizeGrad(_Collective):
+    """`fp8_grad` of a gradient that is summed over ranks, and the end of delayed scaling's step."""
+
+    @staticmethod
+    def compute(x: Tensor, params: tuple[Any, ...], call: Call) -> Result:
+        return x, ()
+
+    @staticmethod
+    def backward(grad: Any, saved: tuple[Any, ...], call: Call) -> tuple[Any, Any]:
+        if grad is not None:
+            grad = _quantized_grad(grad, call)
+        if call.slots is not None and call.plan.update is not None:
+            update(call.slots, call.plan.update, call.group)
         return grad, ()

@@ -68,7 +68,7 @@ class Linear:
         weight, bias = params
         plan, (need_dx, need_dw, _) = call.plan, call.needs
         x_row, x_col = _input(x, call, need_dw and not plan.override and not call.save_input)
-        w_row = _weight_row(weight, call)
+        w_row = _weight_row(weight, call, need_dx)
         y = gemm(x_row, w_row, call.dtype, bias=bias, fast=plan.fast[0])
         kept_x = NONE
         if plan.override == "dequantized" and need_dw:
@@ -79,37 +79,42 @@ class Linear:
             viewed = x_col.viewed
             scale = x_col.scale.t() if viewed and x_col.scale is not None else x_col.scale
             kept_x = (x_col.data.t() if _stored_t(x_col) else x_col.data, scale, x_col.amax)
-        w_scale = None
-        if need_dx and call.live[1] is not None and call.workspace is None:
-            # Backward casts the weight again, by the scale of now. (A graph was given a copy.)
-            scale = call.live[1][0]
-            w_scale = scale if torch.compiler.is_compiling() else scale.clone()
+        # Backward casts the weight again: by the scale of now, or from the amax that is known.
+        recasts = need_dx and call.workspace is None and not plan.w_row.tiled
+        w_scale = w_row.amax if recasts else None
         kept_w = call.workspace[1] if call.workspace is not None and need_dx else NONE
         return y, (*kept_x, *kept_w, weight if need_dx else None, w_scale)
 
     @staticmethod
     def backward(
-        grad: Tensor, saved: tuple[Any, ...], call: Call
+        grad: Tensor, kept: list[Any], call: Call
     ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
-        """(dx, (dweight, dbias)) of `grad[M, N]`."""
-        kept_x, kept_w, weight, w_scale = saved[:3], saved[3:6], saved[6], saved[7]
+        """(dx, (dweight, dbias)) of `grad[M, N]`; `kept` is emptied.
+
+        wgrad comes first: once it is done, two of the three large operands are free.
+        """
+        kept_x, kept_w, weight, w_scale = kept[:3], kept[3:6], kept[6], kept[7]
+        kept.clear()
         plan, (need_dx, need_dw, need_db) = call.plan, call.needs
         m = grad.shape[0]
         db = grad.sum(0) if need_db else None
         g_row, g_col = _gradient(grad, call)
         dx: Any = None
         dw: Tensor | None = None
+        if need_dw:
+            x_col = _input_col(kept_x, call, m, grad)
+            kept_x.clear()
+            if call.defer is not None:
+                call.defer(g_col, x_col, call)
+            else:
+                dw = wgrad(g_col, x_col, call)
+            del x_col
+        del g_col
         if need_dx:
             w_col = _weight_col(weight, kept_w, w_scale, g_row.data, call)
             dx = gemm(g_row, w_col, call.dtype, fast=plan.fast[1])
             if call.grad_input is not None:
                 dx = _quantized_grad(dx, call)
-        if need_dw:
-            x_col = _input_col(kept_x, call, m, grad)
-            if call.defer is not None:
-                call.defer(g_col, x_col, call)
-            else:
-                dw = wgrad(g_col, x_col, call)
         if call.slots is not None and plan.update is not None:
             update(call.slots, plan.update, call.group)
         return dx, (dw, db)
@@ -157,7 +162,7 @@ def _input(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]
     return row_operand, col_operand
 
 
-def _input_col(kept: tuple[Any, ...], call: Call, m: int, grad: Tensor) -> Operand:
+def _input_col(kept: list[Any], call: Call, m: int, grad: Tensor) -> Operand:
     plan = call.plan
     x, scale, amax = kept
     if plan.override == "dequantized":
@@ -189,7 +194,7 @@ def _gradient(grad: Tensor, call: Call) -> tuple[Any, Any]:
     return operands(grad, row, col, live=call.live[2], seed=call.seed)
 
 
-def _weight_row(weight: Any, call: Call) -> Operand:
+def _weight_row(weight: Any, call: Call, keep_amax: bool = False) -> Operand:
     plan = call.plan
     if isinstance(weight, QuantizedTensorStorage):
         return weight.operand(False)
@@ -197,13 +202,14 @@ def _weight_row(weight: Any, call: Call) -> Operand:
         data, scale, amax = call.workspace[0]
         assert data is not None
         return Operand(data, scale, amax, plan.w_row, weight.shape[1])
-    made = operands(weight, plan.w_row, None, live=call.live[1])[0]
+    keep_amax = keep_amax and plan.w_row == plan.w_col and not plan.w_row.tiled
+    made = operands(weight, plan.w_row, None, live=call.live[1], keep_amax=keep_amax)[0]
     assert made is not None
     return made
 
 
 def _weight_col(
-    weight: Any, kept: tuple[Any, ...], scale: Tensor | None, after: Tensor, call: Call
+    weight: Any, kept: list[Any], scale: Tensor | None, after: Tensor, call: Call
 ) -> Operand:
     """The weight's column operand: from its workspace, or cast again once the gradient is there."""
     plan = call.plan
@@ -216,12 +222,14 @@ def _weight_col(
         return weight.operand(True)
     if kept[0] is not None:
         return column(kept[0], kept[1], kept[2], plan.w_col, weight.shape[0])
-    live = None if scale is None else (scale, None)
+    delayed = plan.delayed[1]
+    live = (scale, None) if delayed and scale is not None else None
     if plan.col_from_row[1]:
         first = operands(weight, plan.w_row, None, live=live, after=after)[0]
         assert first is not None
         weight = _dequantized(first, tuple(weight.shape), weight.dtype)
-    made = operands(weight, None, plan.w_col, live=live, after=after)[1]
+    amax = None if delayed or plan.col_from_row[1] else scale
+    made = operands(weight, None, plan.w_col, live=live, amax=amax, after=after)[1]
     assert made is not None
     return made
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import collectives, library, reference
+from .. import collectives, library, reference, scalars
 from ..quantizers import Float8Quantizer
 from .plan import DelayedUpdate
 
@@ -38,7 +38,7 @@ class DelayedState(nn.Module):
     """Scale, amax and history of the five slots of a linear layer.
 
     Its buffers are fp32 whatever a module is cast to, and are no part of a `state_dict` before the
-    first delayed forward.
+    first delayed forward; one without them loads, and changes nothing here.
     """
 
     history_forward: Tensor
@@ -99,6 +99,50 @@ class DelayedState(nn.Module):
             limits,
         )
 
+    # ----------------------------------------------------------------------------- state dict
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.used:
+            for name, buffer in self.named_buffers():
+                destination[prefix + name] = buffer if keep_vars else buffer.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        if not given:
+            return
+        buffers = dict(self.named_buffers())
+        if strict:
+            missing_keys.extend(prefix + name for name in buffers if name not in given)
+            unexpected_keys.extend(prefix + name for name in given if name not in buffers)
+        found = {name: given[name] for name in buffers if name in given}
+        wrong = [
+            f"{prefix}{name}: the checkpoint has shape {tuple(value.shape)}, the module "
+            f"{tuple(buffers[name].shape)}"
+            for name, value in found.items()
+            if not _fits(value, buffers[name], name)
+        ]
+        error_msgs.extend(wrong)
+        if wrong:
+            return
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        with torch.no_grad():
+            for name, value in found.items():
+                if assign:
+                    setattr(self, name, value.to(torch.float32))
+                elif value.shape != buffers[name].shape:
+                    setattr(self, name, value.to(buffers[name], copy=True))
+                else:
+                    buffers[name].copy_(value)
+        self.used = True
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -108,17 +152,29 @@ class DelayedState(nn.Module):
         return self
 
 
+def _fits(value: Tensor, buffer: Tensor, name: str) -> bool:
+    """Whether a checkpoint's tensor is that of a buffer: histories may have any length."""
+    free = 1 if name.startswith("history_") else 0
+    return value.dim() == buffer.dim() and value.shape[free:] == buffer.shape[free:]
+
+
 def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
     """End of a step: record the amaxes, roll the history, compute the next scales; in place.
 
     A slot whose amax is zero recorded nothing: it keeps its history and its scale.
     """
+    shared = (_world() if group is None else group) if rule.reduce_amax else None
+    if shared is None and rule.scale_algo is None and not library.traced():
+        algorithm = rule.amax_algo
+        limits = tuple([limit * 2.0**-rule.margin for limit in slots.limits])
+        if isinstance(algorithm, str) and scalars.advance(
+            slots.history, slots.scales, slots.amaxes, limits, algorithm == "most_recent"
+        ):
+            return
     with torch.no_grad():
         amaxes = torch.cat(slots.amaxes)
-        if rule.reduce_amax:
-            name = _world() if group is None else group
-            if name is not None:
-                amaxes = collectives.all_reduce(amaxes, name, "max")
+        if shared is not None:
+            amaxes = collectives.all_reduce(amaxes, shared, "max")
         history, scale = _next(slots, amaxes, rule)
         # What a backward still holds must not look changed: it has its own copies.
         _write(slots.history, history)

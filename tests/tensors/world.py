@@ -17,10 +17,10 @@ SIZE = 2
 Checks = dict[str, Callable[[int], None]]
 
 
-def results(module: str) -> dict[str, str]:
-    """{name: what went wrong, "" for nothing} of `CHECKS` in `module`, each run on every rank."""
+def results(module: str, table: str = "CHECKS") -> dict[str, str]:
+    """{name: what went wrong, "" for nothing} of `table` in `module`, each run on every rank."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, args=(module, folder), nprocs=SIZE)
+        torch.multiprocessing.spawn(_rank, args=(module, table, folder), nprocs=SIZE)
         reports = [pickle.loads((Path(folder) / str(r)).read_bytes()) for r in range(SIZE)]
     return {
         name: "\n".join(
@@ -30,7 +30,7 @@ def results(module: str) -> dict[str, str]:
     }
 
 
-def _rank(rank: int, module: str, folder: str) -> None:
+def _rank(rank: int, module: str, table: str, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
     torch.distributed.init_process_group(
@@ -40,7 +40,7 @@ def _rank(rank: int, module: str, folder: str) -> None:
         world_size=SIZE,
         timeout=datetime.timedelta(seconds=60),
     )
-    checks: Checks = importlib.import_module(module).CHECKS
+    checks: Checks = getattr(importlib.import_module(module), table)
     report = {}
     for name, check in checks.items():
         report[name] = ""

@@ -1,0 +1,75 @@
+"""Steps on single numbers that stay on the device: a kernel where one runs, else PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import env, library, programs
+
+__all__ = ["advance", "rescale", "snapshot"]
+
+
+def _kernels_on(x: Tensor) -> bool:
+    return x.is_cuda and env.triton_available() and not env.reference_only()
+
+
+def advance(
+    history: Tensor,
+    scales: Sequence[Tensor],
+    amaxes: Sequence[Tensor],
+    limits: tuple[float, ...],
+    recent: bool,
+) -> bool:
+    """Delayed scaling's step in one launch and in place; False: nothing was done, it has no kernel.
+
+    `limits` are the largest codes times 2**-margin; `recent` uses the last amax alone.
+    """
+    if not _kernels_on(history):
+        return False
+    inputs = (history, *scales, *amaxes)
+    of = programs.key(("advance", limits, recent), history, None, None, *inputs[1:])
+    program = programs.find(of)
+    if program is not None:
+        program(inputs)
+        return True
+    from .kernels import delayed
+
+    def ordinary() -> list[Tensor]:
+        delayed.step(history, scales, amaxes, limits, recent)
+        return []
+
+    programs.replay(of, inputs, ordinary)
+    return True
+
+
+def rescale(y: Tensor, a: Tensor, b: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """`y * (a * b * factor)` in `dtype`, one rounding; y is overwritten where it can be."""
+    out = y if y.dtype == dtype else torch.empty_like(y, dtype=dtype)
+    if not _kernels_on(y) or y.numel() == 0:
+        return torch.mul(y, (a * b * factor).reshape(1, 1), out=out)
+    from .kernels import delayed
+
+    delayed.rescale(y, out, a, b, factor)
+    return out
+
+
+def snapshot(x: Tensor) -> Tensor:
+    """A copy that a graph keeps for backward, which would repeat a plain `clone` of a moved `x`.
+
+    Forward must use it as well: what backward alone uses is computed there.
+    """
+    return library.op("snapshot")(x) if library.traced() else x.clone()
+
+
+def _snapshot(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _snapshot_fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+library.define((("snapshot(Tensor x) -> Tensor", _snapshot, _snapshot_fake),))
