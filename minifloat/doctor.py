@@ -9,25 +9,21 @@ import torch
 
 from . import dispatch, env, recipe
 from ._version import __version__
-from .formats import FORMATS, HIGH_PRECISION, Cast, Format
-from .recipe import Recipe
+from .formats import FORMATS
+from .modules.advice import served
+from .modules.base import HIGH_PLAN
+from .recipe import Plan
 
-__all__ = ["Row", "report", "rows"]
+__all__ = ["RECIPES", "Row", "report", "rows"]
 
-
-def _casts(made: Recipe) -> tuple[Cast, ...]:
-    plan = made.plan()
-    return plan.x_row, plan.w_row, plan.g_row, plan.x_col, plan.w_col, plan.g_col
-
-
-# What the operands of a linear layer are cast to, per recipe; the input's row copy first.
-RECIPES: dict[str, tuple[Cast, ...]] = {
-    "DelayedScaling": _casts(recipe.DelayedScaling()),
-    "Float8CurrentScaling": _casts(recipe.Float8CurrentScaling()),
-    "Float8BlockScaling": _casts(recipe.Float8BlockScaling()),
-    "MXFP8BlockScaling": _casts(recipe.MXFP8BlockScaling()),
-    "NVFP4BlockScaling": _casts(recipe.NVFP4BlockScaling()),
-    "high precision": (Cast(HIGH_PRECISION.name),),
+# What each recipe makes of a linear layer.
+RECIPES: dict[str, Plan] = {
+    "DelayedScaling": recipe.DelayedScaling().plan(),
+    "Float8CurrentScaling": recipe.Float8CurrentScaling().plan(),
+    "Float8BlockScaling": recipe.Float8BlockScaling().plan(),
+    "MXFP8BlockScaling": recipe.MXFP8BlockScaling().plan(),
+    "NVFP4BlockScaling": recipe.NVFP4BlockScaling().plan(),
+    "high precision": HIGH_PLAN,
 }
 
 
@@ -41,33 +37,17 @@ class Row(NamedTuple):
 
 
 def rows(device: torch.device) -> list[Row]:
-    """recipe x {quantize, gemm} -> backend and the reason for it."""
+    """recipe x {quantize, gemm} -> backend and the reason for it: that of the worst operand."""
     out = []
-    for name, casts in RECIPES.items():
-        chosen = {dispatch.choose(c, device) for c in casts}
-        # A recipe is as good as the operand that is served worst.
-        backend, why = max(chosen, key=lambda c: _WORST.index(c[0]))
-        out.append(Row(name, "quantize", backend, why))
-        out.append(Row(name, "gemm", *gemm_backend(casts[0].format, device)))
+    for name, plan in RECIPES.items():
+        casts = (plan.x_row, plan.w_row, plan.g_row, plan.x_col, plan.w_col, plan.g_col)
+        chosen = [dispatch.choose(cast, device) for cast in casts]
+        out.append(Row(name, "quantize", *max(chosen, key=lambda c: _WORST.index(c[0]))))
+        out.append(Row(name, "gemm", *served(plan, device)))
     return out
 
 
 _WORST = ("native", "triton", "cpu", "emulated")
-
-
-def gemm_backend(fmt: Format, device: torch.device) -> tuple[str, str]:
-    """(backend, reason) that multiplies `fmt` on `device`."""
-    if fmt.native is None:
-        return "native", "PyTorch multiplies high precision on every device"
-    capability = env.capability(device)
-    if capability is None:
-        return "cpu", "dequantized operands, fp32 products: the format's arithmetic"
-    low, high = fmt.native
-    sm = f"sm_{capability}"
-    if low <= capability < high:
-        return "native", f"{sm} tensor cores multiply {fmt.name}"
-    need = f"sm_{low}" + (f" to below sm_{high}" if high in (100, 120) else " or later")
-    return "emulated", f"{sm} has no {fmt.name} tensor cores ({need}); exact in high precision"
 
 
 def report(device: torch.device | None = None) -> str:

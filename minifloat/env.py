@@ -11,13 +11,26 @@ from functools import cache
 
 import torch
 
-__all__ = ["capability", "device_name", "reference_only", "triton_available", "triton_version"]
+__all__ = [
+    "advise",
+    "capability",
+    "device_name",
+    "reference_only",
+    "triton_available",
+    "triton_version",
+]
 
 
 @cache
 def reference_only() -> bool:
     """MINIFLOAT_REFERENCE=1 runs the reference everywhere, kernels nowhere: for debugging."""
     return os.environ.get("MINIFLOAT_REFERENCE", "0") not in ("", "0")
+
+
+@cache
+def advise() -> bool:
+    """MINIFLOAT_ADVISE=1 lets layers say where their shape makes them slower than bf16."""
+    return os.environ.get("MINIFLOAT_ADVISE", "0") not in ("", "0")
 
 
 @cache

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minifloat import dispatch, doctor, env
+from minifloat import gemm as gemm_table
 from minifloat.formats import FORMATS
 
 CPU = torch.device("cpu")
@@ -28,31 +29,44 @@ def test_every_recipe_has_a_backend_and_a_reason_for_both_steps():
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "backend"),
+    ("recipe", "capability", "backend"),
     [
-        ("fp8_e4m3", 80, "emulated"),
-        ("fp8_e4m3", 89, "native"),
-        ("fp8_e4m3", 90, "native"),
-        ("fp8_e4m3_1x128", 90, "native"),
-        ("fp8_e4m3_1x128", 100, "emulated"),
-        ("mxfp8_e4m3", 90, "emulated"),
-        ("mxfp8_e4m3", 100, "native"),
-        ("mxfp8_e4m3", 120, "emulated"),
-        ("nvfp4", 90, "emulated"),
-        ("nvfp4", 120, "native"),
-        ("high_precision", 80, "native"),
+        ("DelayedScaling", 80, "emulated"),
+        ("DelayedScaling", 89, "native"),
+        ("Float8CurrentScaling", 89, "native"),
+        ("Float8CurrentScaling", 120, "native"),
+        ("Float8BlockScaling", 89, "emulated"),
+        ("Float8BlockScaling", 90, "native"),
+        ("Float8BlockScaling", 100, "emulated"),
+        ("MXFP8BlockScaling", 90, "emulated"),
+        ("MXFP8BlockScaling", 100, "native"),
+        ("MXFP8BlockScaling", 120, "emulated"),
+        ("NVFP4BlockScaling", 90, "emulated"),
+        ("NVFP4BlockScaling", 120, "native"),
+        ("high precision", 80, "native"),
     ],
 )
-def test_gemm_backend_follows_the_format_and_the_capability(monkeypatch, name, capability, backend):
+def test_gemm_is_what_the_table_of_products_says(monkeypatch, recipe, capability, backend):
     monkeypatch.setattr(env, "capability", lambda device: capability)
-    chosen, why = doctor.gemm_backend(FORMATS[name], CUDA)
-    assert chosen == backend
-    assert name in why or backend == "native"
+    (row,) = [r for r in doctor.rows(CUDA) if (r.recipe, r.step) == (recipe, "gemm")]
+    assert row.backend == backend
+    assert f"sm_{capability}" in row.why or recipe == "high precision"
+
+
+def test_a_recipe_is_as_good_as_its_worst_product(monkeypatch, hopper):
+    # fprop is native here; no tensor cores multiply the two MXFP8 operands of wgrad.
+    block, mx = (doctor.RECIPES[f"{name}BlockScaling"] for name in ("Float8", "MXFP8"))
+    mixed = block.replace(x_col=mx.x_col, g_col=mx.g_col)
+    monkeypatch.setattr(doctor, "RECIPES", {"mixed": mixed})
+    quantize, gemm = doctor.rows(CUDA)
+    assert quantize.backend in ("triton", "emulated")
+    assert gemm.backend == "emulated"
+    assert gemm.why == gemm_table.backend(mixed.g_col, mixed.x_col, CUDA).why
 
 
 def test_quantize_says_why_there_is_no_kernel(monkeypatch, hopper):
     monkeypatch.setattr(env, "triton_available", lambda: False)
-    backend, why = dispatch.choose(next(iter(doctor.RECIPES.values()))[0], CUDA)
+    backend, why = dispatch.choose(doctor.RECIPES["DelayedScaling"].x_row, CUDA)
     assert backend == "emulated" and "triton is not installed" in why
     monkeypatch.setattr(env, "reference_only", lambda: True)
     backend, why = dispatch.choose(None, CUDA)

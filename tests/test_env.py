@@ -12,15 +12,23 @@ from minifloat import env
 
 @pytest.fixture(autouse=True)
 def fresh():
-    env.reference_only.cache_clear()
+    for read in (env.reference_only, env.advise):
+        read.cache_clear()
     yield
-    env.reference_only.cache_clear()
+    for read in (env.reference_only, env.advise):
+        read.cache_clear()
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
 def test_reference_only_reads_its_variable(monkeypatch, value, expected):
     monkeypatch.setenv("MINIFLOAT_REFERENCE", value)
     assert env.reference_only() is expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
+def test_advise_reads_its_variable(monkeypatch, value, expected):
+    monkeypatch.setenv("MINIFLOAT_ADVISE", value)
+    assert env.advise() is expected
 
 
 def test_the_answer_is_kept(monkeypatch):

@@ -136,11 +136,9 @@ class Module(nn.Module):
             return Begun(plan, (None, None, None), None, group, calibration, entry, replays)
         state = self.delayed
         if not replays:
+            self._fit(state, plan.update.history_len)
             if not STATE.checkpointed:
-                state.used = True
-            if state.history_forward.shape[0] != plan.update.history_len:
-                state.fit(plan.update.history_len)
-            if not STATE.checkpointed:
+                state.__dict__["used"] = True
                 note(state, plan)
         x: Live | None = state.live("input") if plan.delayed[0] else None
         w: Live | None = state.live("weight") if plan.delayed[1] else None
@@ -160,6 +158,20 @@ class Module(nn.Module):
         limits = (plan.g_row.limit, plan.dx_row.limit)
         slots = state.backward_slots(limits) if torch.is_grad_enabled() else None
         return Begun(plan, (x, w, g), slots, group, calibration, entry, replays)
+
+    def _fit(self, state: DelayedState, length: int) -> None:
+        """Histories of the recipe's length; a graph uses the first rows of longer ones."""
+        held: Any = state._buffers["history_forward"]
+        if held.shape[0] == length:
+            return
+        if not torch.compiler.is_compiling():
+            state.fit(length)
+        elif held.shape[0] < length:
+            raise RuntimeError(
+                f"{self._where()}: amax_history_len={length}, and the module holds "
+                f"{held.shape[0]} rows, which a graph cannot make more; call "
+                f"module.delayed.fit({length}) before compiling"
+            )
 
     def _end(self, begun: Begun) -> None:
         """Close a forward inside a compiled checkpoint, where no note may leave the graph."""

@@ -101,6 +101,10 @@ class Linear(Module, nn.Linear):
         self._init_method = default_init if init_method is None else init_method
         self._tracker = (get_rng_state_tracker, rng_tracker_name)
         self._init_recipe, self._preserve = STATE.init, STATE.preserve
+        # Whether a call has more to it than its recipe: most have not, and cost less.
+        self._special = (
+            fuse_wgrad_accumulation or delay_wgrad_compute or save_original_input or cache_weights
+        )
         self._cached: Cached | None = None
         self._cached_version: tuple[tuple[int, int], ...] = ()
         self._preallocated = ""  # Plan.weight_key of a workspace held in buffers
@@ -129,9 +133,7 @@ class Linear(Module, nn.Linear):
         self.in_features, self.out_features = in_features // row, out_features // column
         self.use_bias = bias
         self.apply_bias = bias and not self.return_bias
-        self._splits = {"": self.out_features}
-        if parameters_split is not None:
-            self._splits = splits(parameters_split, out_features, column, where)
+        self._splits = splits(parameters_split, out_features, column, where)
         if len(self._splits) > 1 and device.type == "meta":
             raise _ModeError(
                 f"{where}: parameters_split on the meta device: the parts share one buffer, which "
@@ -256,6 +258,9 @@ class Linear(Module, nn.Linear):
             weight = self._check_quantized(weight, begun)
         elif plan.w_row.dtype is None and weight.dtype != inp.dtype and plan.name == HIGH_PLAN.name:
             weight = weight.to(inp.dtype)  # torch.autocast
+        if isinstance(inp, QuantizedTensorStorage):
+            need_col = torch.is_grad_enabled() and weight.requires_grad and not plan.override
+            inp = self._check_quantized_input(inp, plan, need_col)
         if begun.calibration is not None:
             self._calibrate(inp, weight, begun)
         grads = torch.is_grad_enabled()
@@ -266,21 +271,20 @@ class Linear(Module, nn.Linear):
             grads and weight.requires_grad,
             grads and fused is not None and fused.requires_grad,
         )
-        call = Call(
-            plan,
-            needs,
-            inp.dtype,
-            weight.dtype,
-            begun.live,
-            begun.slots if needs[0] or needs[1] else None,
-            begun.group,
-            self._workspace(weight, begun, is_first_microbatch, needs[0]),
-            *self._main_grad(weight, is_first_microbatch),
-            self._seed(plan, inp),
-            self._saves_input(plan),
-            self._grad_input_quantizer(plan, fp8_grad),
-            self.wgrad_store.put if self._defers(needs[1]) else None,
-        )
+        slots = begun.slots if needs[0] or needs[1] else None
+        common = (plan, needs, inp.dtype, weight.dtype, begun.live, slots, begun.group)
+        if self._special or is_first_microbatch is not None or fp8_grad or plan.stochastic:
+            call = Call(
+                *common,
+                self._workspace(weight, begun, is_first_microbatch, needs[0]),
+                *self._main_grad(weight, is_first_microbatch),
+                self._seed(plan, inp),
+                self._saves_input(plan),
+                self._grad_input_quantizer(plan, fp8_grad),
+                self.wgrad_store.put if self._defers(needs[1]) else None,
+            )
+        else:
+            call = Call(*common)
         links: tuple[Any, ...] = ((LinearOp, call),)
         if self._tp is not None and self._tp.size > 1 and self.parallel_mode is not None:
             links = self._parallel(call, inp)
@@ -294,7 +298,7 @@ class Linear(Module, nn.Linear):
         if self.apply_bias and row and bias is not None:
             y = y + bias
         if fp8_output:
-            y = self._output_quantizer(plan).quantize(y)
+            y = self._output_quantizer(plan, y.requires_grad).quantize(y)
         return (y, bias) if self.return_bias else y
 
     def _bias(self) -> Any:
@@ -360,6 +364,14 @@ class Linear(Module, nn.Linear):
                 f"{plan.w_row.format_name}; use the recipe of quantized_model_init"
             )
         return weight
+
+    def _check_quantized_input(self, inp: Any, plan: Any, need_col: bool) -> Any:
+        """A quantized input as it is, if it is cast as the recipe casts; else its values."""
+        if inp._with_gemm_swizzled_scales or not _reads_as(inp.operand(False).cast, plan.x_row):
+            return inp.dequantize()
+        if need_col and not _reads_as(inp.operand(True).cast, plan.x_col):
+            return inp.dequantize()
+        return inp
 
     def _calibrate(self, inp: Tensor, weight: Tensor, begun: Begun) -> None:
         """Record amaxes for a recipe that scales by history, without quantizing."""
@@ -515,8 +527,10 @@ class Linear(Module, nn.Linear):
             return False
         return True
 
-    def _output_quantizer(self, plan: Any) -> Any:
-        return self._boundary(plan, plan.output, plan.delayed[2], "output", "fp8_output")
+    def _output_quantizer(self, plan: Any, trains: bool) -> Any:
+        made = self._boundary(plan, plan.output, plan.delayed[2], "output", "fp8_output")
+        # The next layer's weight gradient multiplies the column copy.
+        return made._with_usages(True, True) if trains else made
 
     def _grad_input_quantizer(self, plan: Any, wanted: bool) -> Any:
         if not wanted:
@@ -578,6 +592,12 @@ class _ModeError(ValueError, AssertionError):
 
 def _joined(parts: list[Any]) -> Any:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _reads_as(a: Any, b: Any) -> bool:
+    """Whether codes cast by `a` are read by `b`."""
+    same = a.format_name == b.format_name and a.hadamard == b.hadamard
+    return same and a.row_scaled == b.row_scaled and a.scale_max == b.scale_max
 
 
 def _capturing() -> bool:

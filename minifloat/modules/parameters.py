@@ -32,7 +32,7 @@ def default_init(weight: Tensor) -> Tensor:
 def splits(given: Any, out_features: int, tp_size: int, where: str) -> dict[str, int]:
     """{prefix of the parameters: rows}; the prefix of an unsplit module is empty."""
     if given is None:
-        return {"": out_features}
+        return {"": out_features // tp_size}
     if not given:
         raise ValueError(f"{where}: parameters_split is empty; name at least one parameter")
     if isinstance(given, Mapping):

@@ -57,6 +57,9 @@ class Tape:
 
 def tape() -> tuple[Tape | None, bool]:
     """(the tape of the checkpointed region that is running, whether to read it); (None, False)."""
+    forward = torch._C._current_graph_task_id() == -1
+    if forward and torch.is_grad_enabled() and _top_saved_tensors_default_hooks(True) is None:
+        return None, False  # neither kind of checkpoint runs like this: 0.3 us for all others
     replays = torch._C._current_graph_task_id() != -1
     region = _region()
     if region is None:

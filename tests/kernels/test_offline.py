@@ -29,14 +29,17 @@ ARCHES = (90, 100)
 NO_KERNELS = {"entry", "variant"}
 # Bytes a kernel may spill, stores and loads together, by a pattern of its id. What is not listed
 # may spill nothing. A reason goes with each line.
-MAY_SPILL: dict[str, int] = {}
+MAY_SPILL: dict[str, int] = {
+    # The ptxas of Triton 3.6, partial tiles: 4 of 255 registers' worth. Triton 3.9's spills none.
+    r"^blocks-mxfp8_e4m3_both_bf16_4097x4000-sm100": 32,
+}
 # CI: bf16 and E4M3 in partial tiles (more code than whole ones), in both directions at once, and of
 # NVFP4, whose kernels take seconds each, the three options that differ most.
 IN_CI = re.compile(
     r"""
     ^(tensorwise|blocks|dequantize|fp4_amax)-(?!.*e5m2).*bf16_4097x4000-
     | ^blocks-(fp8_e4m3_1x128|mxfp8_e4m3)_both_bf16_4096x4096-  # whole tiles: in words
-    | ^(transpose|swizzle)-
+    | ^(transpose|swizzle|delayed)-
     | finish-
     | ^fp4-fp4_(plain|stochastic|tiles)_both_bf16_4097x4000-
     | ^fp4-fp4_plain_both_bf16_4097x4000_fake-
