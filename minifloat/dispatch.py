@@ -14,14 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import env, library, programs, reference
+from . import env, inductor, library, programs, reference
 from .formats import Cast, rup
-from .layout import flatten, parts, shares_scale, transposed_shape
+from .inputs import INPUT_DTYPES, check_input, check_seed, check_usage
+from .layout import flatten, parts, transposed_shape
 from .library import op as _op
 from .library import traced as _traced
 
 __all__ = [
+    "INPUT_DTYPES",
     "amax",
+    "check_input",
+    "check_seed",
+    "check_usage",
     "choose",
     "dequantize",
     "fake_quantize",
@@ -30,8 +35,6 @@ __all__ = [
     "swizzle",
     "transpose",
 ]
-
-INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose(cast: Cast | None, device: torch.device) -> tuple[str, str]:
@@ -66,44 +69,6 @@ def _kernels(x: Tensor, row: Cast | None, col: Cast | None = None) -> Any:
 
 def _on_gpu(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_cuda
-
-
-def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tensor") -> None:
-    """Raise for an input that no format can hold, before anything is written."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}; a torch.Tensor is needed")
-    if x.dtype not in INPUT_DTYPES:
-        allowed = ", ".join(str(d) for d in INPUT_DTYPES)
-        raise TypeError(f"{name}: got dtype {x.dtype}; allowed: {allowed}")
-    check_usage(row is not None, col is not None)
-    differ = row is not None and col is not None and row != col
-    if differ and all(c is not None and shares_scale(c) for c in (row, col)):
-        raise ValueError(
-            f"row, col: got {row!r} and {col!r}; copies with one scale must be cast alike"
-        )
-    for cast in (row, col):
-        if cast is not None and cast.tiled and x.dim() == 0:
-            raise ValueError(
-                f"{name}: got a 0-d tensor; {cast.format_name} scales blocks of a tensor with at "
-                "least one dim: reshape it to (1,)"
-            )
-
-
-def check_usage(row: bool, col: bool) -> None:
-    """Raise where no copy is asked for."""
-    if not (row or col):
-        raise ValueError(
-            "usage: neither rowwise nor columnwise was asked for; ask for at least one"
-        )
-
-
-def check_seed(seed: Tensor | None) -> None:
-    """Raise for what is no `[seed, offset]`."""
-    if seed is None:
-        return
-    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
-        given = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
-        raise ValueError(f"seed: got {given}; an int64 tensor [seed, offset] is needed")
 
 
 def _2d(x: Tensor) -> Tensor:
@@ -169,11 +134,11 @@ def quantize(
     row, col = _dtyped(row, x), _dtyped(col, x)
     arguments = (x, row, col, row_amax, col_amax, seed, after, keep_amax)
     if traced:
-        return _op("quantize")(*arguments)  # type: ignore[no-any-return]
+        return _op("quantize")(*arguments, inductor.REVISION)  # type: ignore[no-any-return]
     return programs.replay(of, (x, row_amax, col_amax, seed), lambda: _quantize(*arguments))
 
 
-def _quantize(
+def _quantize(  # noqa: PLR0913  (the operator's)
     x: Tensor,
     row: Cast | None,
     col: Cast | None,
@@ -182,6 +147,7 @@ def _quantize(
     seed: Tensor | None,
     after: Tensor | None = None,
     keep_amax: bool = False,
+    revision: int = 0,
 ) -> list[Tensor]:
     described = parts(x.shape, row, col)
     kernels = _kernels(x, row, col)
@@ -231,7 +197,7 @@ def _quantize_reference(
     return [_compact(made[p.name], p.shape) for p in parts(x.shape, row, col)]
 
 
-def _quantize_fake(
+def _quantize_fake(  # noqa: PLR0913
     x: Tensor,
     row: Cast | None,
     col: Cast | None,
@@ -240,7 +206,9 @@ def _quantize_fake(
     seed: Tensor | None,
     after: Tensor | None = None,
     keep_amax: bool = False,
+    revision: int = 0,
 ) -> list[Tensor]:
+    inductor.register()
     made = [x.new_empty(p.shape, dtype=p.dtype) for p in parts(x.shape, row, col)]
     return [*made, x.new_empty(1, dtype=torch.float32)] if keep_amax else made
 
@@ -308,14 +276,20 @@ def quantize_scaled(
     check_input(x, cast if row else None, cast if col else None)
     # A pure op, and the update beside it: aten that Inductor fuses and AOT functionalizes.
     made: list[Tensor]
-    *made, seen = _op("quantize_scaled")(x, scale, cast, row, col, after)
+    *made, seen = _op("quantize_scaled")(x, scale, cast, row, col, after, inductor.REVISION)
     if amax is not None:
         amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
     return [*made, scale] if keep_scale else made  # a graph was given a copy: see scalars.snapshot
 
 
 def _quantize_scaled_op(
-    x: Tensor, scale: Tensor, cast: Cast, row: bool, col: bool, after: Tensor | None = None
+    x: Tensor,
+    scale: Tensor,
+    cast: Cast,
+    row: bool,
+    col: bool,
+    after: Tensor | None = None,
+    revision: int = 0,
 ) -> list[Tensor]:
     seen = torch.zeros(1, dtype=torch.float32, device=x.device)
     return [*_quantize_scaled(x, scale, seen, cast, row, col), seen]
@@ -352,8 +326,15 @@ def _scaled_parts(x: Tensor, cast: Cast, row: bool, col: bool) -> list[Any]:
 
 
 def _quantize_scaled_fake(
-    x: Tensor, scale: Tensor, cast: Cast, row: bool, col: bool, after: Tensor | None = None
+    x: Tensor,
+    scale: Tensor,
+    cast: Cast,
+    row: bool,
+    col: bool,
+    after: Tensor | None = None,
+    revision: int = 0,
 ) -> list[Tensor]:
+    inductor.register()
     made = [x.new_empty(p.shape, dtype=p.dtype) for p in _scaled_parts(x, cast, row, col)]
     return [*made, x.new_empty(1, dtype=torch.float32)]
 
@@ -562,14 +543,15 @@ _CAST = f"{Cast.__module__}.{Cast.__qualname__}"
 _OPS: tuple[library.Definition, ...] = (
     (
         f"quantize(Tensor x, {_CAST}? row, {_CAST}? col, Tensor? row_amax, Tensor? col_amax, "
-        "Tensor? seed, Tensor? after=None, bool keep_amax=False) -> Tensor[]",
+        "Tensor? seed, Tensor? after=None, bool keep_amax=False, int revision=0) "
+        "-> Tensor[]",
         _quantize,
         _quantize_fake,
     ),
     (f"amax(Tensor x, {_CAST}? row, {_CAST}? col) -> Tensor[]", _amax, _amax_fake),
     (
         f"quantize_scaled(Tensor x, Tensor scale, {_CAST} cast, bool row, bool col, "
-        "Tensor? after=None) -> Tensor[]",
+        "Tensor? after=None, int revision=0) -> Tensor[]",
         _quantize_scaled_op,
         _quantize_scaled_fake,
     ),

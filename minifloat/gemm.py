@@ -425,6 +425,8 @@ def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) 
     if a.is_cuda and a.dtype in HALF and out_dtype is torch.float32:
         y = torch.mm(a, b.t(), out_dtype=torch.float32)
         return y if bias is None else y + bias
+    if a.dtype in HALF and out_dtype is torch.float32:
+        a, b = a.float(), b.float()  # or the product would be rounded on its way
     if bias is not None and a.dtype == out_dtype:
         return torch.addmm(bias.to(a.dtype), a, b.t())
     y = torch.mm(a, b.t()).to(out_dtype)

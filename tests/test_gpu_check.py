@@ -306,6 +306,14 @@ def full_result() -> dict[str, Any]:
             "ceilings_after": ceilings,
             "drift": ["DRIFT: copy 2 GiB went from 1 to 2 GB/s"],
         },
+        "linear": {
+            "ok": True,
+            "seconds": 50.0,
+            "rows": [
+                {"shape": [2048, 768, 3072], "recipe": recipe, "step": 9.0, "step_ratio": 0.5}
+                for recipe in ("nn.Linear", "delayed", "nvfp4")
+            ],
+        },
     }
 
 
@@ -317,10 +325,12 @@ def test_the_summary_is_short_and_complete() -> None:
     for name in ("fp8_e5m2 delayed", "nvfp4 rht+sr", "dequantize nvfp4", "transpose fp8_e4m3"):
         (line,) = (line for line in lines if line.startswith(f"{name} "))
         assert " 12345.6  4260 " in line
-    assert lines[-3:] == [
+    assert any(line.startswith("2048x768x3072 nvfp4") and "0.50" in line for line in lines)
+    assert lines[-4:] == [
         "tests: ok, 500 ran, 0 failed, 60 s",
         "sweep: ok, 9 cases, 0 failed, 120 s",
         "bench: ok, 99 s",
+        "linear: ok, 50 s",
     ]
 
 
@@ -352,9 +362,9 @@ def test_main(
     monkeypatch.setattr(gpu_check, "STEPS", {name: step(name) for name in gpu_check.STEPS})
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert gpu_check.main(["--skip-bench", "--quick"]) == code
-    assert ran == [("tests", True), ("sweep", True)]
+    assert ran == [("tests", True), ("sweep", True), ("linear", True)]
     written = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
-    assert set(written) == {"tests", "sweep"}
+    assert set(written) == {"tests", "sweep", "linear"}
 
 
 def test_the_environment_has_the_checkout_and_what_is_missing(

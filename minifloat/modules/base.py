@@ -18,7 +18,7 @@ from ..recipe.autocast import STATE, note
 from ..recipe.base import Recipe
 from ..recipe.delayed import DelayedState, Slots, update
 from ..recipe.plan import Plan
-from ..recipe.replay import Entry, tape
+from ..recipe.replay import Entry, tapes, unseen
 from ..recipe.roles import QuantizerRole
 from ..tensors import QuantizedTensorStorage
 from . import extra_state
@@ -119,18 +119,20 @@ class Module(nn.Module):
     # ------------------------------------------------------------------------- start of forward
     def _begin(self) -> Begun:
         """Read the ambient state, once; in a recompute, what the first run read."""
-        found, replays = (None, False) if torch.compiler.is_compiling() else tape()
+        new, old = ([], None) if torch.compiler.is_compiling() else tapes()
         entry: Entry | None = None
-        if replays:
-            assert found is not None
-            entry = found.replay()
+        replays = old is not None
+        if old is not None:
+            entry = old.replay()
             plan, calibration, group = entry.plan, entry.calibration, entry.group
         else:
             recipe, other, group = STATE.recipe, STATE.calibration, STATE.group
             plan = HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
             calibration = None if other is None else other.plan(*self._roles(other))
-            if found is not None:
+            if new:
                 entry = Entry(plan, calibration, group)
+        if entry is not None:
+            for found in new:
                 found.record(entry)
         if plan.update is None:
             return Begun(plan, (None, None, None), None, group, calibration, entry, replays)
@@ -149,7 +151,8 @@ class Module(nn.Module):
             x = None if entry.scales[0] is None else (entry.scales[0], None)
             w = None if entry.scales[1] is None else (entry.scales[1], None)
         elif entry is not None:
-            entry.scales = [None if s is None else s[0].clone() for s in (x, w)]
+            with unseen(True):
+                entry.scales = [None if s is None else s[0].clone() for s in (x, w)]
         elif torch.compiler.is_compiling():
             # The scales move on before backward, where a graph would read them again.
             w = None if w is None else (scalars.snapshot(w[0]), w[1])

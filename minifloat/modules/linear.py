@@ -14,20 +14,21 @@ from ..autograd import chain
 from ..ops import collectives
 from ..ops.linear import Call
 from ..ops.linear import Linear as LinearOp
-from ..recipe import get_default_recipe
 from ..recipe.autocast import STATE
 from ..tensors import QuantizedTensorStorage
-from .base import HIGH_PLAN, Begun, Module
+from .advice import SETTLED, advise
+from .base import HIGH_PLAN, Begun
+from .cached import CachesWeight
 from .parameters import default_device, default_init, initialise, quantized_parameter, splits
 from .wgrad import WeightGradStore
-from .workspace import Cached, cast_weight
+from .workspace import Cached
 
 __all__ = ["Linear"]
 
 MODES = (None, "column", "row")
 
 
-class Linear(Module, nn.Linear):
+class Linear(CachesWeight, nn.Linear):
     """`y = x w^T + bias`, quantized by the recipe of the autocast it runs in.
 
     A drop-in for `nn.Linear`: the same parameters under the same names, and a state dict that loads
@@ -238,7 +239,7 @@ class Linear(Module, nn.Linear):
     # ------------------------------------------------------------------------------- forward
     def forward(
         self,
-        inp: Tensor,
+        inp: Any,
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
@@ -254,6 +255,9 @@ class Linear(Module, nn.Linear):
         inp = self._check_input(inp, weight)
         begun = self._begin()
         plan = begun.plan
+        if not torch.compiler.is_compiling() and (id(plan), inp.device) not in SETTLED:
+            tokens, features = inp.shape[:-1].numel(), (self.in_features, self.out_features)
+            advise(self._where(), plan, tokens, *features, inp.device)
         if isinstance(weight, QuantizedTensorStorage):
             weight = self._check_quantized(weight, begun)
         elif plan.w_row.dtype is None and weight.dtype != inp.dtype and plan.name == HIGH_PLAN.name:
@@ -272,7 +276,8 @@ class Linear(Module, nn.Linear):
             grads and fused is not None and fused.requires_grad,
         )
         slots = begun.slots if needs[0] or needs[1] else None
-        common = (plan, needs, inp.dtype, weight.dtype, begun.live, slots, begun.group)
+        sizes = (inp.dtype, weight.dtype, self.in_features)
+        common = (plan, needs, *sizes, begun.live, slots, begun.group)
         if self._special or is_first_microbatch is not None or fp8_grad or plan.stochastic:
             call = Call(
                 *common,
@@ -367,7 +372,9 @@ class Linear(Module, nn.Linear):
 
     def _check_quantized_input(self, inp: Any, plan: Any, need_col: bool) -> Any:
         """A quantized input as it is, if it is cast as the recipe casts; else its values."""
-        if inp._with_gemm_swizzled_scales or not _reads_as(inp.operand(False).cast, plan.x_row):
+        if not torch.compiler.is_compiling() and inp._with_gemm_swizzled_scales:
+            return inp.dequantize()  # a UsageError that says so
+        if not _reads_as(inp.operand(False).cast, plan.x_row):
             return inp.dequantize()
         if need_col and not _reads_as(inp.operand(True).cast, plan.x_col):
             return inp.dequantize()
@@ -390,97 +397,6 @@ class Linear(Module, nn.Linear):
                     amax.copy_(torch.maximum(amax, dispatch.amax(x.detach(), cast, None)[0]))
 
     # ------------------------------------------------------------------ parts of a forward
-    def _workspace(self, weight: Any, begun: Begun, first: bool | None, need_col: bool) -> Any:
-        """The copies of a cached weight, or None to cast it in the operation."""
-        plan = begun.plan
-        if isinstance(weight, QuantizedTensorStorage) or plan.w_row.layout[0] is not torch.uint8:
-            return None
-        if begun.replays:  # cast again, by forward's scale, and keep nothing
-            assert begun.entry is not None
-            if not begun.entry.workspace:
-                return None
-            return cast_weight(
-                weight, plan, begun.live[1], None, col=need_col or self.training, update=True
-            )[0].copies
-        if first is None and not self._versioned():
-            return None
-        update = first is not False
-        if first is None:
-            # Of the parameters: those of a split module are joined anew at every call.
-            version = tuple([(w.data_ptr(), w._version) for w in self._weights()])
-            update = version != self._cached_version
-            self._cached_version = version
-        cached, new = cast_weight(
-            weight,
-            plan,
-            begun.live[1],
-            self._get_cached(),
-            col=need_col or self.training,
-            update=update,
-        )
-        if new is not None:
-            self._set_cached(new)
-        if begun.entry is not None:
-            begun.entry.workspace = True
-            if cached.scale is not None:
-                begun.entry.scales[1] = cached.scale.clone()
-        return cached.copies
-
-    def _get_cached(self) -> Cached | None:
-        if not self._preallocated:
-            return self._cached
-        held = [getattr(self, f"_workspace_{i}") for i in range(7)]
-        return Cached((tuple(held[:3]), tuple(held[3:6])), self._preallocated, held[6])
-
-    def _set_cached(self, new: Cached) -> None:
-        """Keep a workspace that a forward made, where it can be kept."""
-        compiling = torch.compiler.is_compiling()
-        if self._preallocated and not compiling:
-            self._hold(new)
-            return
-        if STATE.checkpointed or (not compiling and _capturing()) or self._preallocated:
-            inside = "a CUDA graph" if not compiling else "a compiled checkpoint"
-            if self._preallocated:
-                inside = "torch.compile for another recipe than at construction"
-            raise RuntimeError(
-                f"{self._where()}: is_first_microbatch would make a weight workspace inside "
-                f"{inside}; construct the module with cache_weights=True under the recipe, which "
-                "makes it beforehand"
-            )
-        self._cached = new
-
-    def _hold(self, new: Cached) -> None:
-        """The workspace as buffers: at fixed addresses, and moved with the module."""
-        for i, t in enumerate((*new.copies[0], *new.copies[1], new.scale)):
-            self.register_buffer(f"_workspace_{i}", t, persistent=False)
-        self._preallocated = new.key
-
-    def _preallocate(self) -> None:
-        recipe = self._init_recipe or STATE.recipe or get_default_recipe()
-        plan = recipe.plan(*self._roles(recipe))
-        weight: Any = self.weight
-        if isinstance(weight, QuantizedTensorStorage) or weight.is_meta:
-            return
-        if plan.w_row.layout[0] is torch.uint8:
-            live = self.delayed.live("weight") if plan.delayed[1] else None
-            made, _ = cast_weight(self.weight, plan, live, None, col=True, update=True)
-            self._hold(made)
-            self.delayed.reset()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._cached, self._cached_version = None, ()  # it is not moved along
-        held = [(name, b) for name, b in self._buffers.items() if b is not None]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, b in held:  # a workspace keeps its dtypes: module.bfloat16() means the parameters
-            moved = self._buffers[name]
-            assert moved is not None
-            if moved.dtype != b.dtype:
-                self._buffers[name] = b.to(moved.device)
-        return self
-
-    def _versioned(self) -> bool:
-        return self.cache_weights and not torch.compiler.is_compiling()
-
     def _main_grad(self, weight: Any, first: bool | None) -> tuple[Any, bool, bool | None]:
         """(main_grad, whether to overwrite it, dummy gradient: None, or whether it is zeros)."""
         if not self.fuse_wgrad_accumulation or not weight.requires_grad:
@@ -596,9 +512,5 @@ def _joined(parts: list[Any]) -> Any:
 
 def _reads_as(a: Any, b: Any) -> bool:
     """Whether codes cast by `a` are read by `b`."""
-    same = a.format_name == b.format_name and a.hadamard == b.hadamard
-    return same and a.row_scaled == b.row_scaled and a.scale_max == b.scale_max
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    fields = ("format_name", "hadamard", "row_scaled", "scale_max")
+    return all([getattr(a, f) == getattr(b, f) for f in fields])  # noqa: C419  (2.11 traces lists)

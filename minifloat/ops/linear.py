@@ -44,6 +44,7 @@ class Call(NamedTuple):
     needs: tuple[bool, bool, bool]
     dtype: torch.dtype  # of the activations
     grad_dtype: torch.dtype  # of the weight's gradient
+    features: int  # K, which packed codes do not tell
     live: tuple[Live | None, Live | None, Live | None] = (None, None, None)
     slots: Slots | None = None
     group: str | None = None
@@ -166,7 +167,7 @@ def _input_col(kept: list[Any], call: Call, m: int, grad: Tensor) -> Operand:
     plan = call.plan
     x, scale, amax = kept
     if plan.override == "dequantized":
-        k = x.shape[1] * (2 if _packed(plan.x_row) else 1)
+        k = call.features
         row = Operand(x, scale, amax, plan.x_row, k)
         return _high(_dequantized(row, (m, k), call.dtype).t())
     if plan.override:
@@ -252,10 +253,6 @@ def _stored_t(o: Operand) -> bool:
 
 def _high(x: Tensor) -> Operand:
     return Operand(x, None, None, Cast("high_precision"), x.shape[1])
-
-
-def _packed(cast: Cast) -> bool:
-    return bool(cast.layout[1] == 2)
 
 
 def _dequantized(o: Operand, shape: Any, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from .available import get_default_recipe
 from .base import Recipe
 from .delayed import DelayedState, update
 from .plan import DelayedUpdate, Plan
+from .replay import in_first_run
 
 __all__ = [
     "STATE",
@@ -132,8 +133,16 @@ class autocast:  # noqa: N801  (the contract's name)
         if STATE.depth > 0:
             return
         ran, STATE.ran = STATE.ran, None
-        if torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _in_backward()):
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                _update(ran)
+        elif ran is not None and not _in_backward() and _counts():
             _update(ran)
+
+
+def _counts() -> bool:
+    """Whether what ran is a step of training. A reentrant checkpoint runs it without gradients."""
+    return torch.is_grad_enabled() or in_first_run()
 
 
 def _in_backward() -> bool:

@@ -9,20 +9,24 @@ Compiled graphs need none of this: what they read is part of them.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Entry", "Tape", "tape"]
+__all__ = ["Entry", "Tape", "in_first_run", "tapes", "unseen"]
 
 _NAME = "_minifloat_tape"
-_REENTRANT = {
+_FILE = checkpoint.__file__
+_REENTRANT = (
     checkpoint.CheckpointFunction.forward.__code__,
     checkpoint.CheckpointFunction.backward.__code__,
-}
+)
 
 
 class Entry:
@@ -55,53 +59,60 @@ class Tape:
         return entry
 
 
-def tape() -> tuple[Tape | None, bool]:
-    """(the tape of the checkpointed region that is running, whether to read it); (None, False)."""
-    forward = torch._C._current_graph_task_id() == -1
-    if forward and torch.is_grad_enabled() and _top_saved_tensors_default_hooks(True) is None:
-        return None, False  # neither kind of checkpoint runs like this: 0.3 us for all others
-    replays = torch._C._current_graph_task_id() != -1
-    region = _region()
-    if region is None:
-        return None, False
-    found = region.__dict__.get(_NAME)
-    if found is None:
-        if replays:  # a region whose first run had nothing quantized in it
-            return None, False
-        found = region.__dict__[_NAME] = Tape()
-    return found, replays
+def tapes() -> tuple[list[Tape], Tape | None]:
+    """(tapes to record on, tape to read): those of the checkpointed regions that are running.
+
+    Regions nest. From the innermost outwards, those that run for the first time record; the first
+    one that is being repeated is read, and what encloses that one is of no interest. A region that
+    is inside a repeated one is new to PyTorch, and records what is read.
+    """
+    hooks: Any = _top_saved_tensors_default_hooks(True)
+    if hooks is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        return [], None
+    new: list[Tape] = []
+    for region, repeated in _regions():
+        found = region.__dict__.get(_NAME)
+        if repeated:
+            return new, found  # None: its first run had nothing of ours in it
+        if found is None:
+            found = region.__dict__[_NAME] = Tape()
+        new.append(found)
+    return new, None
 
 
-def _region() -> Any:
-    """PyTorch's object for the innermost checkpointed region, or None."""
-    hooks = _top_saved_tensors_default_hooks(True)
-    if hooks is not None:
-        region = _non_reentrant(hooks[0])
-        if region is not None:
-            return region
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-        return None  # a reentrant checkpoint runs first without gradients, then in a backward
-    return _reentrant()
+def in_first_run() -> bool:
+    """Whether a reentrant checkpoint, which has gradients off, runs what it will repeat."""
+    for region, repeated in _regions():
+        if repeated:
+            return False
+        if not isinstance(region, checkpoint._CheckpointFrame) and any(region.needs_input_grad):
+            return True
+    return False
 
 
-def _non_reentrant(pack: Any) -> Any:
-    """`frame` of torch.utils.checkpoint, of which the first run's hook and the second's know."""
-    pack = getattr(pack, "_torchdynamo_orig_callable", pack)
-    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
-    for name in ("frame", "target_frame_ref"):
-        if name in names:
-            found = pack.__closure__[names.index(name)].cell_contents
-            found = found() if name.endswith("_ref") else found
-            if isinstance(found, checkpoint._CheckpointFrame):
-                return found
-    return None
+def unseen(hide: bool) -> Any:
+    """What the first run does and the second does not, or the other way round.
+
+    Selective checkpointing counts the operations of both, and they must agree.
+    """
+    return _disable_current_modes() if hide else contextlib.nullcontext()
 
 
-def _reentrant() -> Any:
-    """`ctx` of the reentrant checkpoint that is on the stack."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code in _REENTRANT:
-            return frame.f_locals["ctx"]
-        frame = frame.f_back
-    return None
+def _regions() -> Iterator[tuple[Any, bool]]:
+    """(PyTorch's object for a checkpointed region, whether it is being repeated): the stack's."""
+    at: Any = sys._getframe(2)
+    while at is not None:
+        code = at.f_code
+        if code.co_filename == _FILE:
+            if code is _REENTRANT[0] or code is _REENTRANT[1]:
+                yield at.f_locals["ctx"], code is _REENTRANT[1]
+            elif code.co_name == "unpack_hook":
+                region = at.f_locals.get("frame")
+                if isinstance(region, checkpoint._CheckpointFrame):
+                    yield region, True
+            elif code.co_name == "checkpoint":
+                inner = getattr(at.f_locals.get("gen"), "gi_frame", None)
+                region = None if inner is None else inner.f_locals.get("new_frame")
+                if region is not None:
+                    yield region, False
+        at = at.f_back

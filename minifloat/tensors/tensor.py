@@ -233,6 +233,15 @@ class QuantizedTensor(GatheredTensor, QuantizedTensorStorage, Tensor):
         ctx["cls"] = ctx["cls"].__qualname__
         return repr((tuple(self.shape), self.stride(), inner, ctx, kwargs, quantizer))
 
+    def __coerce_tangent_metadata__(self) -> Any:
+        """PyTorch asks, while it compiles, what gradient a compiled region's output will get."""
+        raise RuntimeError(
+            f"{type(self).__name__}: a quantized tensor that needs a gradient cannot leave a "
+            "compiled region (fp8_output=True, or quantize as the last step): its gradient is a "
+            "plain tensor, which PyTorch refuses there. Use it inside the region, return "
+            "dequantize() or detach() of it, or run under torch.no_grad()"
+        )
+
     # ------------------------------------------------------------------------------- dispatch
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

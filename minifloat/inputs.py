@@ -1,0 +1,51 @@
+"""What may be cast: checked before anything is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .formats import Cast
+from .layout import shares_scale
+
+__all__ = ["INPUT_DTYPES", "check_input", "check_seed", "check_usage"]
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tensor") -> None:
+    """Raise for an input that no format can hold, before anything is written."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}; a torch.Tensor is needed")
+    if x.dtype not in INPUT_DTYPES:
+        allowed = ", ".join(str(d) for d in INPUT_DTYPES)
+        raise TypeError(f"{name}: got dtype {x.dtype}; allowed: {allowed}")
+    check_usage(row is not None, col is not None)
+    differ = row is not None and col is not None and row != col
+    if differ and all(c is not None and shares_scale(c) for c in (row, col)):
+        raise ValueError(
+            f"row, col: got {row!r} and {col!r}; copies with one scale must be cast alike"
+        )
+    for cast in (row, col):
+        if cast is not None and cast.tiled and x.dim() == 0:
+            raise ValueError(
+                f"{name}: got a 0-d tensor; {cast.format_name} scales blocks of a tensor with at "
+                "least one dim: reshape it to (1,)"
+            )
+
+
+def check_usage(row: bool, col: bool) -> None:
+    """Raise where no copy is asked for."""
+    if not (row or col):
+        raise ValueError(
+            "usage: neither rowwise nor columnwise was asked for; ask for at least one"
+        )
+
+
+def check_seed(seed: Tensor | None) -> None:
+    """Raise for what is no `[seed, offset]`."""
+    if seed is None:
+        return
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
+        given = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
+        raise ValueError(f"seed: got {given}; an int64 tensor [seed, offset] is needed")

@@ -1,0 +1,131 @@
+"""`CachesWeight`: a module that can keep its weight cast from one call to the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..recipe import Recipe, get_default_recipe
+from ..recipe.autocast import STATE
+from ..recipe.replay import unseen
+from ..tensors import QuantizedTensorStorage
+from .base import Begun, Module
+from .workspace import Cached, cast_weight
+
+__all__ = ["CachesWeight"]
+
+
+class CachesWeight(Module):
+    """Keeps a workspace: as an attribute, or in buffers that exist from the start.
+
+    With `cache_weights` a workspace is made at construction, at addresses that stay, and eager
+    calls cast the weight when it has changed.
+    """
+
+    cache_weights: bool
+    _cached: Cached | None
+    _cached_version: tuple[Any, ...]  # of the parameters that were cast
+    _preallocated: str  # Plan.weight_key of a workspace held in buffers, or ""
+    _init_recipe: Recipe | None
+
+    def _weights(self) -> list[Any]:
+        """The parameters that are cast, together, as one weight."""
+        raise NotImplementedError
+
+    def _workspace(self, weight: Any, begun: Begun, first: bool | None, need_col: bool) -> Any:
+        """The copies of a cached weight, or None to cast it in the operation."""
+        plan = begun.plan
+        if isinstance(weight, QuantizedTensorStorage) or plan.w_row.layout[0] is not torch.uint8:
+            return None
+        if begun.replays:  # cast again, by forward's scale, and keep nothing
+            assert begun.entry is not None
+            if not begun.entry.workspace:
+                return None
+            with unseen(True):
+                return cast_weight(
+                    weight, plan, begun.live[1], None, col=need_col or self.training, update=True
+                )[0].copies
+        if first is None and not self._versioned():
+            return None
+        update = first is not False
+        if first is None:
+            # Of the parameters: those of a split module are joined anew at every call.
+            version = tuple([(w.data_ptr(), w._version) for w in self._weights()])
+            update = version != self._cached_version
+            self._cached_version = version
+        with unseen(begun.entry is not None):
+            cached, new = cast_weight(
+                weight,
+                plan,
+                begun.live[1],
+                self._get_cached(),
+                col=need_col or self.training,
+                update=update,
+            )
+        if new is not None:
+            self._set_cached(new)
+        if begun.entry is not None:
+            begun.entry.workspace = True
+            if cached.scale is not None:
+                begun.entry.scales[1] = cached.scale.clone()
+        return cached.copies
+
+    def _get_cached(self) -> Cached | None:
+        if not self._preallocated:
+            return self._cached
+        held = [getattr(self, f"_workspace_{i}") for i in range(7)]
+        return Cached((tuple(held[:3]), tuple(held[3:6])), self._preallocated, held[6])
+
+    def _set_cached(self, new: Cached) -> None:
+        """Keep a workspace that a forward made, where it can be kept."""
+        compiling = torch.compiler.is_compiling()
+        if self._preallocated and not compiling:
+            self._hold(new)
+            return
+        if STATE.checkpointed or (not compiling and _capturing()) or self._preallocated:
+            inside = "a CUDA graph" if not compiling else "a compiled checkpoint"
+            if self._preallocated:
+                inside = "torch.compile for another recipe than at construction"
+            raise RuntimeError(
+                f"{self._where()}: is_first_microbatch would make a weight workspace inside "
+                f"{inside}; construct the module with cache_weights=True under the recipe, which "
+                "makes it beforehand"
+            )
+        self._cached = new
+
+    def _hold(self, new: Cached) -> None:
+        """The workspace as buffers: at fixed addresses, and moved with the module."""
+        for i, t in enumerate((*new.copies[0], *new.copies[1], new.scale)):
+            self.register_buffer(f"_workspace_{i}", t, persistent=False)
+        self._preallocated = new.key
+
+    def _preallocate(self) -> None:
+        recipe = self._init_recipe or STATE.recipe or get_default_recipe()
+        plan = recipe.plan(*self._roles(recipe))
+        (weight,) = self._weights()
+        if isinstance(weight, QuantizedTensorStorage) or weight.is_meta:
+            return
+        if plan.w_row.layout[0] is torch.uint8:
+            live = self.delayed.live("weight") if plan.delayed[1] else None
+            made, _ = cast_weight(weight, plan, live, None, col=True, update=True)
+            self._hold(made)
+            self.delayed.reset()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._cached, self._cached_version = None, ()  # it is not moved along
+        held = [(name, b) for name, b in self._buffers.items() if b is not None]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, b in held:  # a workspace keeps its dtypes: module.bfloat16() means the parameters
+            moved = self._buffers[name]
+            assert moved is not None
+            if moved.dtype != b.dtype:
+                self._buffers[name] = b.to(moved.device)
+        return self
+
+    def _versioned(self) -> bool:
+        return self.cache_weights and not torch.compiler.is_compiling()
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

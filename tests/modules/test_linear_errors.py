@@ -1,0 +1,479 @@
+"""Bad input to Linear: what is said names the module, the argument, the rule and the fix, and
+nothing is changed by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minifloat
+from minifloat import recipe as recipes
+from minifloat.opaque import AVAILABLE
+from minifloat.quantizers import MXFP8Quantizer
+from minifloat.recipe.autocast import STATE
+
+from .cases import RECIPES
+
+CURRENT, MX = recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()
+DELAYED = recipes.DelayedScaling(amax_history_len=4)
+compiles = pytest.mark.skipif(not AVAILABLE, reason="this PyTorch has no opaque objects")
+WHERE = r"Linear\(fc\)"
+
+
+def layer(**kwargs: Any) -> Any:
+    torch.manual_seed(1)
+    return minifloat.Linear(32, 48, name="fc", **kwargs)
+
+
+def says(*words: str) -> str:
+    """A pattern: the module, then each of these somewhere behind the one before it."""
+    return "(?s)" + ".*".join((WHERE, *words))
+
+
+def everything(module: Any) -> dict[str, Any]:
+    """What a refused call must leave as it was."""
+    return {
+        "state": {k: v.clone() for k, v in module.state_dict().items()},
+        "buffers": {k: v.clone() for k, v in module.named_buffers()},
+        "versions": [p._version for p in module.parameters()],
+        "grads": [None if p.grad is None else p.grad.clone() for p in module.parameters()],
+        "used": module.delayed.used,
+        "cached": module._cached is None,
+        "queue": len(module.wgrad_store.queue),
+        "ambient": (STATE.recipe, STATE.depth, STATE.ran),
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@contextmanager
+def refused(error: type[Exception], pattern: str, module: Any) -> Iterator[None]:
+    before = everything(module)
+    with pytest.raises(error, match=pattern):
+        yield
+    after = everything(module)
+    assert [k for k in before if not same(before[k], after[k])] == []
+
+
+# --------------------------------------------------------------------------------- constructor
+UNSUPPORTED = {
+    "ub_overlap_ag": True,
+    "ub_overlap_rs": True,
+    "ub_overlap_rs_dgrad": True,
+    "ub_bulk_dgrad": True,
+    "ub_bulk_wgrad": True,
+    "ub_name": "qkv",
+    "symmetric_ar_type": "multimem_all_reduce",
+}
+
+
+@pytest.mark.parametrize("argument", UNSUPPORTED)
+def test_what_is_not_supported(argument: str) -> None:
+    with pytest.raises(NotImplementedError, match=says(argument, "not supported", "default")):
+        layer(**{argument: UNSUPPORTED[argument]})
+
+
+@pytest.mark.parametrize("mode", ["columns", "", 1, "Row"])
+@pytest.mark.parametrize("error", [AssertionError, ValueError])
+def test_an_unknown_parallel_mode(mode: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=says("parallel_mode", repr(mode), "allowed", "column", "row")):
+        layer(parallel_mode=mode)
+
+
+SPLITS: list[tuple[Any, type[Exception], tuple[str, ...], dict[str, Any]]] = [
+    ((), ValueError, ("empty", "name at least one"), {}),
+    ([], ValueError, ("empty", "name at least one"), {}),
+    ({}, ValueError, ("empty", "name at least one"), {}),
+    (3, TypeError, ("int", "list of names or a dict"), {}),
+    ("qkv", TypeError, ("str", "list of names or a dict"), {}),
+    (("a", "b", "c", "d", "e"), ValueError, ("5 parameters", "divide", "out_features=48"), {}),
+    ({"a": 20, "b": 20}, ValueError, ("sum to 40", "out_features is 48"), {}),
+    (
+        {"a": 45, "b": 3},
+        RuntimeError,
+        ("'a' has 45 rows", "tp_size=2"),
+        {"parallel_mode": "column", "tp_size": 2},
+    ),
+    (("a", "b"), AssertionError, ("meta device", "real device"), {"device": "meta"}),
+]
+
+
+@pytest.mark.parametrize(("split", "error", "words", "kwargs"), SPLITS)
+def test_a_wrong_split(split: Any, error: Any, words: tuple[str, ...], kwargs: Any) -> None:
+    with pytest.raises(error, match=says("parameters_split", *words)):
+        layer(parameters_split=split, **kwargs)
+
+
+def test_a_split_of_a_quantized_weight() -> None:
+    with (
+        minifloat.quantized_model_init(recipe=CURRENT),
+        pytest.raises(RuntimeError, match=says("parameters_split", "quantized_model_init")),
+    ):
+        layer(parameters_split=("a", "b"))
+    assert STATE.init is None
+
+
+def test_one_name_is_no_split() -> None:
+    with minifloat.quantized_model_init(recipe=CURRENT):
+        module = minifloat.Linear(32, 48, parameters_split=("qkv",))
+    assert isinstance(module.qkv_weight, minifloat.QuantizedTensor)
+    assert list(module.state_dict()) == ["qkv_weight", "qkv_bias"]
+    x = torch.randn(4, 32, requires_grad=True)
+    with minifloat.autocast(recipe=CURRENT):
+        module(x).sum().backward()
+    assert module.qkv_weight.grad is not None and x.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("mode", "argument"), [("column", "out_features=33"), ("row", "in_features=33")]
+)
+def test_sizes_that_tensor_parallelism_cannot_divide(mode: str, argument: str) -> None:
+    with pytest.raises(ValueError, match=says(argument, "tp_size=2", "divide")):
+        minifloat.Linear(33, 33, name="fc", parallel_mode=mode, tp_size=2)
+
+
+@pytest.mark.parametrize("split", [None, ("a", "b")])
+def test_an_initialisation_that_leaves_nan(split: Any) -> None:
+    def half(w: Tensor) -> None:
+        w.fill_(1.0)
+        w[-1, -1] = float("nan")
+
+    with pytest.raises(ValueError, match=says("init_method", "NaN", "every element")):
+        layer(init_method=half, parameters_split=split)
+
+
+def test_an_initialisation_that_does_nothing() -> None:
+    """Tests run on poisoned memory, where what is not written is NaN."""
+    with pytest.raises(ValueError, match=says("init_method", "NaN")):
+        layer(init_method=lambda w: None)
+
+
+def test_resetting_refuses_it_too() -> None:
+    module = layer()
+    module._init_method = lambda w: w.fill_(float("nan"))
+    with pytest.raises(ValueError, match=says("init_method", "NaN")):
+        module.reset_parameters()
+
+
+def test_the_device_default_and_meta() -> None:
+    module = layer(device="meta")
+    assert module.weight.is_meta and module.bias.is_meta
+    module.reset_parameters()
+    assert not module.weight.is_meta and not module.weight.isnan().any()
+    assert torch.count_nonzero(module.bias) == 0
+
+
+# --------------------------------------------------------------------------------------- input
+@pytest.mark.parametrize("recipe", [None, MX, DELAYED], ids=["none", "mxfp8", "delayed"])
+@pytest.mark.parametrize(
+    ("inp", "error", "words"),
+    [
+        (torch.ones(4, 31), ValueError, ("inp", r"\(4, 31\)", "last dim", "in_features=32")),
+        (torch.ones(2, 4, 33), ValueError, ("inp", r"\(2, 4, 33\)", "in_features=32")),
+        (torch.tensor(1.0), ValueError, ("inp", r"\(\)", "in_features=32")),
+        (torch.ones(4, 0), ValueError, ("inp", r"\(4, 0\)", "in_features=32")),
+        ([[1.0] * 32], TypeError, ("inp", "list", "a tensor is needed")),
+        (None, TypeError, ("inp", "NoneType", "a tensor is needed")),
+        (
+            torch.ones(4, 32, dtype=torch.bfloat16),
+            TypeError,
+            ("inp", "torch.bfloat16", "torch.float32", "convert", "torch.autocast"),
+        ),
+        (torch.ones(4, 32, dtype=torch.float64), TypeError, ("inp", "torch.float64")),
+        (torch.ones(4, 32, dtype=torch.int64), TypeError, ("inp", "torch.int64")),
+    ],
+)
+def test_a_wrong_input(
+    inp: Any, error: Any, words: tuple[str, ...], recipe: recipes.Recipe | None
+) -> None:
+    module = layer()
+    with (
+        refused(error, says(*words), module),
+        minifloat.autocast(enabled=recipe is not None, recipe=recipe),
+    ):
+        module(inp)
+
+
+def test_a_module_without_a_name_says_its_class() -> None:
+    with pytest.raises(ValueError, match="^Linear: inp"):
+        minifloat.Linear(32, 48)(torch.ones(4, 31))
+
+
+def test_torch_autocast_converts() -> None:
+    module = layer()
+    with torch.autocast("cpu", torch.bfloat16), minifloat.autocast(recipe=MX):
+        y = module(torch.randn(4, 32))
+    assert y.dtype is torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(torch.randn(4, 32))
+    assert y.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (2, 0, 32), (1, 1, 1, 32)])
+def test_shapes_that_are_fine(shape: tuple[int, ...]) -> None:
+    with minifloat.autocast(recipe=MX):
+        y = layer()(torch.ones(shape))
+    assert y.shape == (*shape[:-1], 48)
+
+
+# ------------------------------------------------------------------------------- tensor parallel
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallelism_without_a_group(mode: str, sequence: bool) -> None:
+    module = layer(parallel_mode=mode, tp_size=2, sequence_parallel=sequence)
+    x = torch.ones(4, module.in_features)
+    words = ("tp_size=2", "process group", "tp_group", "set_tensor_parallel_group")
+    with refused(RuntimeError, says(*words), module), minifloat.autocast(recipe=MX):
+        module(x)
+
+
+def test_sequence_parallelism_needs_more_than_one_rank() -> None:
+    assert not layer(parallel_mode="row", sequence_parallel=True).sequence_parallel
+
+
+# ------------------------------------------------------------------------------------- options
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_accumulation_without_a_main_grad(name: str) -> None:
+    module = layer(fuse_wgrad_accumulation=True)
+    with (
+        pytest.raises(RuntimeError, match=says("fuse_wgrad_accumulation", "main_grad", "set it")),
+        minifloat.autocast(recipe=RECIPES[name]()),
+    ):
+        module(torch.ones(4, 32))
+
+
+def test_save_original_input_with_delayed_scaling() -> None:
+    module = layer(save_original_input=True)
+    with (
+        pytest.raises(ValueError, match=says("save_original_input", "delayed", "another recipe")),
+        minifloat.autocast(recipe=DELAYED),
+    ):
+        module(torch.ones(4, 32))
+
+
+def test_save_original_input_with_a_quantizer_that_cannot_run_twice() -> None:
+    class Once(MXFP8Quantizer):
+        def is_requantization_safe(self) -> bool:
+            return False
+
+    def factory(role: Any) -> Any:
+        return Once(minifloat.DType.kFloat8E4M3)
+
+    module = layer(save_original_input=True)
+    with (
+        pytest.warns(UserWarning, match=says("save_original_input", "ignored", "twice")),
+        minifloat.autocast(recipe=recipes.CustomRecipe(qfactory=factory)),
+    ):
+        y = module(torch.ones(4, 32))
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("argument", ["fp8_output", "fp8_grad"])
+@pytest.mark.parametrize("region", ["none", "disabled"])
+def test_quantized_results_outside_autocast(argument: str, region: str) -> None:
+    module = layer()
+    words = (f"{argument}=True", "outside autocast", "enter an autocast")
+
+    def call() -> Any:
+        if region == "none":
+            return module(torch.ones(4, 32), **{argument: True})
+        with minifloat.autocast(enabled=False):
+            return module(torch.ones(4, 32), **{argument: True})
+
+    with refused(ValueError, says(*words), module):
+        call()
+
+
+def test_later_wgrad_without_a_backward() -> None:
+    module = layer(delay_wgrad_compute=True)
+    assert module.need_backward_dw()
+    with refused(RuntimeError, says("backward_dw", "once per backward"), module):
+        module.backward_dw()
+    with minifloat.autocast(recipe=MX):
+        module(torch.ones(4, 32)).sum().backward()
+    module.backward_dw()
+    with refused(RuntimeError, says("backward_dw"), module):
+        module.backward_dw()
+
+
+def test_later_wgrad_that_was_not_asked_for_is_nothing() -> None:
+    module = layer()
+    assert not module.need_backward_dw()
+    before = everything(module)
+    module.backward_dw()
+    assert same(before, everything(module))
+
+
+def test_a_factory_that_returns_rubbish() -> None:
+    for answer, error in ((None, ValueError), ("fp8", TypeError)):
+        recipe = recipes.CustomRecipe(qfactory=lambda role, answer=answer: answer)
+        module = layer()
+        with refused(error, "qfactory: returned", module), minifloat.autocast(recipe=recipe):
+            module(torch.ones(4, 32))
+
+
+# ----------------------------------------------------------------------------------- compiled
+def compiled(module: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    made: Callable[..., Any] = torch.compile(module, backend="aot_eager", fullgraph=True)
+    return made
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("kwargs", "forward", "recipe", "words"),
+    [
+        ({"delay_wgrad_compute": True}, {}, MX, ("delay_wgrad_compute", "compile without it")),
+        ({}, {"fp8_output": True}, recipes.DelayedScaling(), ("fp8_output", "current scaling")),
+        ({}, {"fp8_grad": True}, recipes.DelayedScaling(), ("fp8_grad", "current scaling")),
+        ({"fuse_wgrad_accumulation": True}, {}, MX, ("fuse_wgrad_accumulation", "main_grad")),
+        ({"save_original_input": True}, {}, recipes.DelayedScaling(), ("save_original_input",)),
+        ({}, {"fp8_output": True}, None, ("fp8_output=True outside autocast",)),
+    ],
+)
+def test_errors_inside_a_graph(kwargs: Any, forward: Any, recipe: Any, words: Any) -> None:
+    module = layer(**kwargs)
+    x = torch.ones(4, 32, requires_grad=True)
+    with (
+        pytest.raises(Exception, match=says(*words)),
+        minifloat.autocast(enabled=recipe is not None, recipe=recipe),
+    ):
+        compiled(module)(x, **forward)
+    assert STATE.recipe is None and STATE.depth == 0
+
+
+@compiles
+@pytest.mark.parametrize("inp", [torch.ones(4, 31), torch.ones(4, 32, dtype=torch.bfloat16)])
+def test_wrong_inputs_inside_a_graph(inp: Tensor) -> None:
+    module = layer()
+    with pytest.raises(Exception, match=says("inp")), minifloat.autocast(recipe=MX):
+        compiled(module)(inp)
+
+
+# -------------------------------------------------------------------------- quantize_weight
+def test_quantize_weight() -> None:
+    quantizer = MXFP8Quantizer(minifloat.DType.kFloat8E4M3)
+    weight = torch.randn(48, 32)
+    with pytest.raises(NotImplementedError, match="fsdp_group.*FSDP2"):
+        minifloat.quantize_weight(tensor=weight, quantizer=quantizer, fsdp_group=object())
+    with pytest.raises(ValueError, match="tensor: None"):
+        minifloat.quantize_weight(quantizer=quantizer)
+    with pytest.raises(ValueError, match="quantizer: None"):
+        minifloat.quantize_weight(tensor=weight)
+    made, new = minifloat.quantize_weight(tensor=weight, quantizer=quantizer, cache=True)
+    assert made is new
+    with pytest.raises(ValueError, match="tensor: None; updating a workspace"):
+        minifloat.quantize_weight(quantizer=quantizer, workspace=made)
+    kept = copy.deepcopy(made)
+    again, new = minifloat.quantize_weight(
+        quantizer=quantizer, workspace=made, update_workspace=False
+    )
+    assert again is made and new is None and torch.equal(made.dequantize(), kept.dequantize())
+    again, new = minifloat.quantize_weight(tensor=2 * weight, quantizer=quantizer, workspace=made)
+    assert again is made and new is None
+    assert torch.equal(made.dequantize(), 2 * kept.dequantize())
+    made, new = minifloat.quantize_weight(tensor=weight, quantizer=quantizer)
+    assert new is None and torch.equal(made.dequantize(), kept.dequantize())
+    same_tensor, new = minifloat.quantize_weight(tensor=made, quantizer=quantizer)
+    assert same_tensor is made and new is None
+
+
+# ------------------------------------------------------------------------------ first microbatch
+def test_false_before_true_casts() -> None:
+    module, other = layer(), layer()
+    x = torch.randn(4, 32)
+    with torch.no_grad(), minifloat.autocast(recipe=MX):
+        assert torch.equal(module(x, is_first_microbatch=False), other(x))
+
+
+def test_a_cached_weight_of_another_recipe_is_cast_again() -> None:
+    module, other = layer(), layer()
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        with minifloat.autocast(recipe=MX):
+            module(x, is_first_microbatch=True)
+        with minifloat.autocast(recipe=CURRENT):
+            assert torch.equal(module(x, is_first_microbatch=False), other(x))
+
+
+def test_a_cached_weight_without_a_column_copy_is_cast_again() -> None:
+    module, other = layer().eval(), layer()
+    with minifloat.autocast(recipe=MX):
+        with torch.no_grad():
+            module(torch.randn(4, 32), is_first_microbatch=True)
+        x = torch.randn(4, 32, requires_grad=True)
+        module(x, is_first_microbatch=False).sum().backward()
+        z = x.detach().clone().requires_grad_()
+        other(z).sum().backward()
+    assert x.grad is not None and z.grad is not None and torch.equal(x.grad, z.grad)
+
+
+CHANGES = ("in_place", "load", "assign", "to", "replace", "data")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_cache_weights_sees_every_change_of_the_weight(change: str, name: str) -> None:
+    recipe = recipes.Float8BlockScaling(use_f32_scales=True) if name == "block" else RECIPES[name]()
+    with minifloat.autocast(recipe=recipe):
+        module = layer(cache_weights=True)
+    x = torch.randn(4, 32)
+    for _ in range(2):
+        with torch.no_grad(), minifloat.autocast(recipe=recipe):
+            module(x)
+        value = torch.randn(48, 32)
+        state = {"weight": value, "bias": torch.zeros(48)}
+        if change == "in_place":
+            with torch.no_grad():
+                module.weight.copy_(value)
+        elif change == "data":
+            module.weight.data = value.clone()
+        elif change == "replace":
+            module.weight = nn.Parameter(value.clone())
+        elif change == "to":
+            module.to(torch.bfloat16).to(torch.float32)
+            value = module.weight.detach().clone()
+        else:
+            module.load_state_dict(state, assign=change == "assign")
+        other = layer()
+        other.load_state_dict({"weight": value, "bias": module.bias.detach().clone()})
+        with torch.no_grad(), minifloat.autocast(recipe=recipe):
+            assert torch.equal(module(x), other(x))
+
+
+def test_cache_weights_sees_a_change_of_a_part() -> None:
+    with minifloat.autocast(recipe=MX):
+        module = layer(cache_weights=True, parameters_split=("a", "b"))
+    x = torch.randn(4, 32)
+    with torch.no_grad(), minifloat.autocast(recipe=MX):
+        before = module(x)
+        assert torch.equal(before, module(x))
+        module.b_weight.add_(1)
+        after = module(x)
+    assert torch.equal(before[:, :24], after[:, :24])
+    assert not torch.equal(before[:, 24:], after[:, 24:])
+
+
+def test_gradients_of_parts_have_no_one_buffer() -> None:
+    words = ("fuse_wgrad_accumulation", "parameters_split", "leave one")
+    with pytest.raises(ValueError, match=says(*words)):
+        layer(fuse_wgrad_accumulation=True, parameters_split=("a", "b"))
+    module = layer(fuse_wgrad_accumulation=True, parameters_split=("a",))
+    module.a_weight.main_grad = torch.zeros(48, 32)
+    with minifloat.autocast(recipe=MX):
+        module(torch.randn(4, 32)).sum().backward()
+    assert module.a_weight.main_grad.count_nonzero() and module.a_weight.grad is None

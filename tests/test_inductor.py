@@ -1,0 +1,88 @@
+"""Casts that Inductor inlines into their producers: fused, and with the codes of unfused ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from minifloat import dispatch, inductor
+from minifloat.formats import Cast
+
+CASTS = [Cast("fp8_e4m3"), Cast("fp8_e5m2", pow2=True), Cast("fp8_e4m3_1x128", pow2=True)]
+PRODUCERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": lambda x: F.rms_norm(x, (x.shape[-1],)),
+    "gelu": F.gelu,
+    "swiglu": lambda x: F.silu(x) * x,
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def compiled(f: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        out, code = run_and_get_code(torch.compile(f, fullgraph=True), *args)
+    return out, "\n".join(code)
+
+
+def cast_of(producer: Callable[[Tensor], Tensor], cast: Cast) -> Callable[..., Any]:
+    return lambda x: dispatch.quantize(producer(x), cast, None)
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cast", CASTS, ids=lambda c: c.format_name)
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_a_fused_cast_has_the_codes_of_one_that_is_not(
+    name: str, cast: Cast, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(96, 256, dtype=torch.bfloat16, device=device)
+    f = cast_of(PRODUCERS[name], cast)
+    fused, code = compiled(f, x)
+    assert "ops.minifloat.quantize" not in code
+    for math in inductor._FUSIBLE:
+        monkeypatch.setitem(inductor._FUSIBLE, math, (inductor._FUSIBLE[math][0], _never))
+    monkeypatch.setattr(inductor, "_registered", False)
+    apart, code = compiled(f, x)
+    assert "ops.minifloat.quantize" in code
+    monkeypatch.undo()
+    monkeypatch.setattr(inductor, "_registered", False)
+    inductor.register()
+    for a, b in zip(fused, apart, strict=True):
+        if device == "cpu":
+            assert torch.equal(a, b)
+        else:  # Triton's division is not rounded to nearest there: a scale may be one ulp off
+            assert (a != b).float().mean().item() < 0.01 or torch.allclose(
+                a.float(), b.float(), rtol=1e-6
+            )
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+def test_delayed_scaling_fuses_too() -> None:
+    cast, scale = Cast("fp8_e4m3"), torch.full((1,), 3.0)
+
+    def f(x: Tensor, amax: Tensor) -> Any:
+        return dispatch.quantize_scaled(F.gelu(x), scale, amax, cast, row=True, col=False)
+
+    x = torch.randn(64, 128)
+    expected_amax, amax = torch.zeros(1), torch.zeros(1)
+    expected = f(x, expected_amax)
+    made, code = compiled(f, x, amax)
+    assert "ops.minifloat.quantize_scaled" not in code
+    assert torch.equal(made[1], expected[1])
+    assert (made[0] != expected[0]).float().mean().item() < 0.01  # gelu's last bit
+    assert torch.allclose(amax, expected_amax)
+
+
+def test_both_copies_keep_the_kernel() -> None:
+    cast = Cast("fp8_e4m3")
+    _, code = compiled(lambda x: dispatch.quantize(F.gelu(x), cast, cast), torch.randn(64, 128))
+    assert "ops.minifloat.quantize" in code
