@@ -358,7 +358,16 @@ def dequantize(
         )
     if _traced():
         return _op("dequantize")(data, scale, amax, cast, list(shape), dtype, col)  # type: ignore[no-any-return]
-    return _dequantize(data, scale, amax, cast, shape, dtype, col)
+    if not _on_gpu(data):
+        return _dequantize(data, scale, amax, cast, shape, dtype, col)
+    inputs = (data, scale, amax)
+    name = ("dequantize", tuple(shape), dtype, col, None if scale is None else scale.stride())
+    of = programs.key(name, data, cast, None, scale, amax)
+    program = programs.find(of)
+    if program is not None:
+        return program(inputs)[0]
+    arguments = (data, scale, amax, cast, shape, dtype, col)
+    return programs.replay(of, inputs, lambda: [_dequantize(*arguments)])[0]
 
 
 def _dequantize(

@@ -422,9 +422,9 @@ def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) 
     if a.dtype != b.dtype:
         wide = torch.promote_types(a.dtype, b.dtype)
         a, b = a.to(wide), b.to(wide)
-    if a.is_cuda and a.dtype in HALF and out_dtype is torch.float32:
-        y = torch.mm(a, b.t(), out_dtype=torch.float32)
-        return y if bias is None else y + bias
+    if a.is_cuda and a.dtype in HALF and out_dtype != a.dtype:
+        y = torch.mm(a, b.t(), out_dtype=torch.float32)  # one rounding, to `out_dtype`
+        return (y if bias is None else y + bias).to(out_dtype)
     if a.dtype in HALF and out_dtype is torch.float32:
         a, b = a.float(), b.float()  # or the product would be rounded on its way
     if bias is not None and a.dtype == out_dtype:

@@ -23,6 +23,7 @@ def operands(  # noqa: PLR0913  (one call, many recipes)
     seed: Tensor | None = None,
     group: str | None = None,
     keep_col: bool = False,
+    keep_row: bool = False,
     keep_amax: bool = False,
     amax: Tensor | None = None,
     after: Tensor | None = None,
@@ -30,13 +31,14 @@ def operands(  # noqa: PLR0913  (one call, many recipes)
     """(row, column) operands of `x[M, K]`; None stays None.
 
     `live` casts with a given scale. `keep_col` asks for a column copy to be saved: codes, where a
-    GEMM to come could do with values. `group` names the process group over which amaxes are
-    shared. `keep_amax` keeps the amax of a tensor-wide scale in the operands (with `live`, the
-    scale), `amax` is one that was kept. `after` is what a graph must have before it runs this.
+    GEMM to come could do with values; `keep_row` for such a row copy. `group` names the process
+    group over which amaxes are shared. `keep_amax` keeps the amax of a tensor-wide scale in the
+    operands (with `live`, the scale), `amax` is one that was kept. `after` is what a graph must
+    have before it runs this.
     """
     if live is not None:
         return _scaled(x, row, col, live, keep_amax, after)
-    rest = (keep_amax, amax, after)
+    rest = (keep_row, keep_amax, amax, after)
     if row is None or col is None or _one_kernel(row, col):
         return _cast(x, row, col, seed, group, keep_col, *rest)
     return (
@@ -91,6 +93,7 @@ def _cast(  # noqa: PLR0913
     seed: Tensor | None,
     group: str | None,
     keep_col: bool,
+    keep_row: bool,
     keep_amax: bool,
     amax: Tensor | None,
     after: Tensor | None,
@@ -111,7 +114,7 @@ def _cast(  # noqa: PLR0913
         row_amax, col_amax = amaxes[0] if row is not None else None, amaxes[-1]
         if not cast.tiled:
             row_amax = amaxes[0]
-    elif _as_values(cast, x.device) and not (keep_col and col is not None and row is None):
+    elif _as_values(cast, x.device) and not (keep_col if row is None else keep_row):
         return _values(x, row, col, seed, keep_col, after)
     made = dispatch.quantize(
         x,
@@ -162,7 +165,7 @@ def _values(
     """bf16 values of an emulated format; a column copy to keep is codes, from a read of its own."""
     kept = None
     if keep_col and col is not None:
-        kept = _cast(x, None, col, seed, None, True, False, None, after)[1]
+        kept = _cast(x, None, col, seed, None, True, False, False, None, after)[1]
         col = None
     made = dispatch.fake_quantize(x, row, col, keep_col=False, seed=seed, after=after)
     a = b = None

@@ -298,7 +298,15 @@ class Linear(CachesWeight, nn.Linear):
                 f"{self._where()}: tp_size={self.tp_size} without a process group; pass tp_group "
                 "or call set_tensor_parallel_group(group)"
             )
-        y: Any = chain(links, inp, weight, fused)
+        y: Any
+        if torch.is_autocast_enabled(inp.device.type):  # inp is of its dtype: nothing more to cast
+            with torch.autocast(inp.device.type, enabled=False):
+                y = chain(links, inp, weight, fused)
+        elif torch.compiler.is_compiling() and True not in needs:
+            with torch.no_grad():  # Dynamo miscounts the arguments of a Function without gradients
+                y = chain(links, inp, weight, fused)
+        else:
+            y = chain(links, inp, weight, fused)
         self._end(begun)
         if self.apply_bias and row and bias is not None:
             y = y + bias

@@ -137,7 +137,7 @@ def _quantized_grad(dx: Tensor, call: Call) -> Any:
     """dx as the recipe's grad_input quantizer makes it; a graph returns its values."""
     if not library.traced():
         return call.grad_input.quantize(dx)
-    row = operands(dx, call.plan.dx_row, None)[0]
+    row = operands(dx, call.plan.dx_row, None, keep_row=True)[0]
     assert row is not None
     return _dequantized(row, dx.shape, dx.dtype)
 
@@ -155,6 +155,7 @@ def _input(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]
         live=call.live[0],
         seed=call.seed,
         keep_col=True,
+        keep_row=plan.override == "dequantized" or plan.col_from_row[0],
     )
     assert row_operand is not None
     if col is not None and plan.col_from_row[0]:
@@ -188,7 +189,9 @@ def _gradient(grad: Tensor, call: Call) -> tuple[Any, Any]:
     if row is None and col is None:
         return None, None
     if col is not None and plan.col_from_row[2]:
-        first = operands(grad, plan.g_row, None, live=call.live[2], seed=call.seed)[0]
+        first = operands(grad, plan.g_row, None, live=call.live[2], seed=call.seed, keep_row=True)[
+            0
+        ]
         assert first is not None
         again = _dequantized(first, grad.shape, grad.dtype)
         return first, operands(again, None, col, seed=call.seed)[1]
@@ -204,7 +207,14 @@ def _weight_row(weight: Any, call: Call, keep_amax: bool = False) -> Operand:
         assert data is not None
         return Operand(data, scale, amax, plan.w_row, weight.shape[1])
     keep_amax = keep_amax and plan.w_row == plan.w_col and not plan.w_row.tiled
-    made = operands(weight, plan.w_row, None, live=call.live[1], keep_amax=keep_amax)[0]
+    made = operands(
+        weight,
+        plan.w_row,
+        None,
+        live=call.live[1],
+        keep_amax=keep_amax,
+        keep_row=plan.override == "dequantized",
+    )[0]
     assert made is not None
     return made
 
@@ -226,7 +236,7 @@ def _weight_col(
     delayed = plan.delayed[1]
     live = (scale, None) if delayed and scale is not None else None
     if plan.col_from_row[1]:
-        first = operands(weight, plan.w_row, None, live=live, after=after)[0]
+        first = operands(weight, plan.w_row, None, live=live, keep_row=True, after=after)[0]
         assert first is not None
         weight = _dequantized(first, tuple(weight.shape), weight.dtype)
     amax = None if delayed or plan.col_from_row[1] else scale
