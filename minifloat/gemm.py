@@ -136,8 +136,9 @@ def _native(a: Cast, b: Cast, device: torch.device) -> Native | None:
     fa, fb = a.format, b.format
     if device.type != "cuda" or not (_runs(fa, device) and _runs(fb, device)):
         return None
-    if fa.element is fb.element and fa.element is not E4M3 and fa.scale is Scale.F32:
-        return None  # tensor cores multiply no E5M2 by E5M2
+    e4m3 = (fa.element is E4M3, fb.element is E4M3)
+    if fa.scale is Scale.F32 and not (any(e4m3) if fa.tile is None else all(e4m3)):
+        return None  # cuBLASLt multiplies no E5M2 by E5M2, and none with scales per block
     if fa.scale is not fb.scale or a.row_scaled or b.row_scaled:
         return None
     return _NATIVE.get((fa.scale, fa.tile, fb.tile))

@@ -300,7 +300,8 @@ class Linear(CachesWeight, nn.Linear):
             )
         y: Any
         if torch.is_autocast_enabled(inp.device.type):  # inp is of its dtype: nothing more to cast
-            with torch.autocast(inp.device.type, enabled=False):
+            off = torch.autocast(inp.device.type, enabled=False)
+            with off, torch.set_grad_enabled(True in needs):
                 y = chain(links, inp, weight, fused)
         elif torch.compiler.is_compiling() and True not in needs:
             with torch.no_grad():  # Dynamo miscounts the arguments of a Function without gradients

@@ -81,12 +81,14 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "2d": lambda t: (t, 48),
     "3d": lambda t: (t, 3, 48),
     "3d-both": lambda t: (t, 2 * t + 5, 48),
+    "large": lambda t: (128 + t, 48),
 }
 FEW = {("current", "2d"), ("delayed", "3d")}
 SHAPED = [
     pytest.param(name, shape, id=f"{name}-{shape}", marks=[] if (name, shape) in FEW else DEEP)
     for name in RECIPES
     for shape in SHAPES
+    if shape != "large" or name == "block"
 ]
 
 
@@ -100,14 +102,15 @@ def test_twenty_token_counts_are_at_most_two_graphs(name: str, shape: str) -> No
         x = sample(*SHAPES[shape](tokens), seed=i)
         compare(step(layer, x, recipe, i), step(compiled, x, recipe, i))
         compare(state(layer), state(other))
-    assert counter.graphs <= 2
+    # To PyTorch a size of one is special, and up to 128 tokens have one block of 128.
+    assert counter.graphs <= (3 if name == "block" and shape != "large" else 2)
 
 
 # ------------------------------------------------------------------------------------ shared graphs
 CHANGED: dict[str, Callable[[], recipes.Recipe]] = {
     "delayed": lambda: recipes.DelayedScaling(margin=2),
     "current": lambda: recipes.Float8CurrentScaling(use_power_2_scales=True),
-    "block": lambda: recipes.Float8BlockScaling(x_block_scaling_dim=2),
+    "block": lambda: recipes.Float8BlockScaling(use_f32_scales=True),
     "mxfp8": lambda: recipes.MXFP8BlockScaling(backward_override="dequantized"),
     "nvfp4": lambda: recipes.NVFP4BlockScaling(disable_rht=True),
 }
@@ -138,7 +141,9 @@ def test_a_new_custom_recipe_is_another_one() -> None:
 @quick(("delayed", "current"))
 def test_layers_of_one_shape_share_their_graphs(name: str) -> None:
     recipe, counter = RECIPES[name](), Counter()
-    layers = [linear(name=f"block.{i}.linear") for i in range(10)]
+    # A custom recipe is asked by name, so that its layers are told apart by it.
+    names = [None if name == "custom" else f"block.{i}.linear" for i in range(10)]
+    layers = [linear(name=of) for of in names]
     others = copy.deepcopy(layers)
     for other in others:
         other.compile(backend=counter, fullgraph=True)
@@ -147,8 +152,7 @@ def test_layers_of_one_shape_share_their_graphs(name: str) -> None:
             x = sample(6, 48, seed=i)
             compare(step(layer, x, recipe, i), step(other, x, recipe, i))
             compare(state(layer), state(other))
-    # A custom recipe is asked by name, so that its layers are told apart.
-    assert counter.graphs <= (10 if name == "custom" else 2)
+    assert counter.graphs <= 2
 
 
 class Block(nn.Module):
@@ -162,12 +166,10 @@ class Block(nn.Module):
         return out
 
 
-@quick(("delayed",))
+@quick(("delayed",), CHANGED)
 def test_compiled_blocks_in_one_autocast(name: str) -> None:
     torch.manual_seed(1)
     recipe, counter = RECIPES[name](), Counter()
-    if name == "custom":
-        pytest.skip("asked by name: a graph for each layer")
     model = nn.Sequential(*(Block(f"block.{i}") for i in range(10)))
     other = copy.deepcopy(model)
     for block in other:
@@ -182,7 +184,9 @@ def test_compiled_blocks_in_one_autocast(name: str) -> None:
 
 # ----------------------------------------------------------------------------------------- Inductor
 @quick(("current",))
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=DEEP)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=DEEP)], ids=str
+)
 def test_inductor_is_close_to_eager(name: str, dtype: torch.dtype) -> None:
     """A cast sees the same numbers, so that only sums differ: by their order, in fp32."""
     recipe, layer = RECIPES[name](), linear(params_dtype=dtype)
@@ -200,7 +204,9 @@ def test_inductor_is_close_to_eager(name: str, dtype: torch.dtype) -> None:
 
 
 @quick(("current",))
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=DEEP)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=DEEP)], ids=str
+)
 def test_codes_that_flip_behind_a_norm(name: str, dtype: torch.dtype) -> None:
     """Inductor's norm rounds differently in its last bit, which now and then is a code's."""
     recipe, layer = RECIPES[name](), linear(params_dtype=dtype)
@@ -261,22 +267,25 @@ def run(name):
         "sum": layer.weight.grad.double().sum().item(),
     }
 
-print(json.dumps([run(name) for name in NAMES]))
+reports = [run(name) for name in NAMES]
+torch._functorch.config.autograd_cache_allow_custom_autograd_functions = False
+print(json.dumps([reports, [run(name) for name in NAMES] if AGAIN else []]))
 """
 
 
-def process(folder: Path, names: tuple[str, ...], allow: str) -> list[dict[str, Any]]:
+def process(folder: Path, names: tuple[str, ...], again: bool) -> tuple[list[Any], list[Any]]:
+    """Reports of a fresh process with the switch for autograd.Functions on, and then off."""
     said = run_python(
-        SCRIPT.replace("NAMES", repr(names)),
+        SCRIPT.replace("NAMES", repr(names)).replace("AGAIN", repr(again)),
         TORCHINDUCTOR_CACHE_DIR=str(folder),
         TORCHINDUCTOR_COMPILE_THREADS="1",
         TORCHINDUCTOR_FX_GRAPH_CACHE="1",
         TORCHINDUCTOR_AUTOGRAD_CACHE="1",
-        TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=allow,
+        TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD="1",
         OMP_NUM_THREADS="1",
     )
-    reports: list[dict[str, Any]] = json.loads(said.splitlines()[-1])
-    return reports
+    on, off = json.loads(said.splitlines()[-1])
+    return on, off
 
 
 @pytest.mark.parametrize(
@@ -286,20 +295,20 @@ def process(folder: Path, names: tuple[str, ...], allow: str) -> list[dict[str, 
         pytest.param(("delayed", "block", "mxfp8", "nvfp4"), marks=DEEP, id="others"),
     ],
 )
-def test_a_fresh_process_finds_what_another_compiled(names: tuple[str, ...], tmp_path: Path) -> None:
-    cold = process(tmp_path, names, "1")
-    for r in cold:
-        assert r["aot"][0] == 0 and r["aot"][1] >= 1 and r["bypass"] == 0, r
-        assert r["fx"][1] >= 1, r
-    for r, first in zip(process(tmp_path, names, "1"), cold, strict=True):
+def test_a_fresh_process_finds_what_another_compiled(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    cold, _ = process(tmp_path, names, False)
+    warm, without = process(tmp_path, names, True)
+    for first, r, off in zip(cold, warm, without, strict=True):
+        assert first["aot"][0] == 0 and first["aot"][1] >= 1 and first["bypass"] == 0, first
+        assert first["fx"][1] >= 1, first
         assert r["aot"][0] >= 1 and r["aot"][1] == 0 and r["bypass"] == 0, r
         assert r["fx"][1] == 0, r
-        assert r["sum"] == first["sum"]
-    # Without the switch PyTorch compiles what has an autograd.Function anew, kernels excepted.
-    for r, first in zip(process(tmp_path, names, "0"), cold, strict=True):
-        assert r["aot"] == [0, 0] and r["bypass"] >= 1, r
-        assert r["fx"][0] >= 2 and r["fx"][1] == 0, r
-        assert r["sum"] == first["sum"]
+        # Without the switch PyTorch traces what has an autograd.Function anew, and finds its code.
+        assert off["aot"] == [0, 0] and off["bypass"] >= 1, off
+        assert off["fx"][0] >= 2 and off["fx"][1] == 0, off
+        assert r["sum"] == off["sum"] == first["sum"]
 
 
 # --------------------------------------------------------------------------- what autograd holds on
@@ -431,6 +440,24 @@ def test_torch_autocast_on_fp32_parameters(name: str, outside: bool) -> None:
         compare(*results)
         compare(state(layer), state(other))
     assert counter.graphs == 1
+
+
+@quick(("current",))
+@pytest.mark.parametrize("amp", [False, True], ids=["plain", "amp"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_nothing_to_differentiate_with_gradients_on(name: str, bias: bool, amp: bool) -> None:
+    layer = linear(bias=bias).requires_grad_(False)
+    other = copy.deepcopy(layer)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (layer, compiled):
+        with (
+            minifloat.autocast(recipe=RECIPES[name]()),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp),
+        ):
+            results.append(call(sample(6, 48)))
+        assert not results[-1].requires_grad
+    compare([results[0], *layer.buffers()], [results[1], *other.buffers()])
 
 
 @quick(("current", "delayed"))
