@@ -61,6 +61,7 @@ CONFIGS = {
     "e8m0_fake": Config(32, 128, 4),
 }
 _ABS2 = tl.constexpr(0x7FFF7FFF)
+_UPPER = tl.constexpr(-0x10000)  # the second number of a word
 # A tile of a padded E8M0 scale matrix holds 128 rows and the scales of 128 elements.
 E8M0_PAD = 128
 
@@ -208,7 +209,9 @@ def words_kernel(
     b_c = max2(max2(a0, a1), max2(a2, a3))  # [32, 64]
     if SQUARE:
         top = reduce2(tl.reshape(b_c, (2048,)), 0)
-        s = fp8_scale(tl.maximum(low(top), high(top)), eps, LIMIT, INF, POW2)
+        # As integers: the maximum of two floats would drop a NaN.
+        top = tl.maximum(top << 16, top & _UPPER)
+        s = fp8_scale(top.to(tl.float32, bitcast=True), eps, LIMIT, INF, POW2)
         r0, r1, r2, r3, c0, c1 = s, s, s, s, s, s
         if ROW_SCALE:
             store_square_scale(row_scale, tl.div_rn(1.0, s), i_m, i_k, n_k)

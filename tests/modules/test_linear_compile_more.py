@@ -267,25 +267,23 @@ def run(name):
         "sum": layer.weight.grad.double().sum().item(),
     }
 
-reports = [run(name) for name in NAMES]
-torch._functorch.config.autograd_cache_allow_custom_autograd_functions = False
-print(json.dumps([reports, [run(name) for name in NAMES] if AGAIN else []]))
+print(json.dumps([run(name) for name in NAMES]))
 """
 
 
-def process(folder: Path, names: tuple[str, ...], again: bool) -> tuple[list[Any], list[Any]]:
-    """Reports of a fresh process with the switch for autograd.Functions on, and then off."""
+def process(folder: Path, names: tuple[str, ...], switch: bool) -> list[dict[str, Any]]:
+    """Reports of a fresh process with PyTorch's switch for autograd.Functions on or off."""
     said = run_python(
-        SCRIPT.replace("NAMES", repr(names)).replace("AGAIN", repr(again)),
+        SCRIPT.replace("NAMES", repr(names)),
         TORCHINDUCTOR_CACHE_DIR=str(folder),
         TORCHINDUCTOR_COMPILE_THREADS="1",
         TORCHINDUCTOR_FX_GRAPH_CACHE="1",
         TORCHINDUCTOR_AUTOGRAD_CACHE="1",
-        TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD="1",
+        TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=str(int(switch)),
         OMP_NUM_THREADS="1",
     )
-    on, off = json.loads(said.splitlines()[-1])
-    return on, off
+    reports: list[dict[str, Any]] = json.loads(said.splitlines()[-1])
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -298,9 +296,8 @@ def process(folder: Path, names: tuple[str, ...], again: bool) -> tuple[list[Any
 def test_a_fresh_process_finds_what_another_compiled(
     names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    cold, _ = process(tmp_path, names, False)
-    warm, without = process(tmp_path, names, True)
-    for first, r, off in zip(cold, warm, without, strict=True):
+    runs = [process(tmp_path, names, switch) for switch in (True, True, False)]
+    for first, r, off in zip(*runs, strict=True):
         assert first["aot"][0] == 0 and first["aot"][1] >= 1 and first["bypass"] == 0, first
         assert first["fx"][1] >= 1, first
         assert r["aot"][0] >= 1 and r["aot"][1] == 0 and r["bypass"] == 0, r
