@@ -35,6 +35,9 @@ _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _local = threading.local()
 
 
+Buffer = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+
+
 class Step(NamedTuple):
     """One launch: the compiled kernel, its grid, and its arguments with holes for addresses."""
 
@@ -54,7 +57,7 @@ class Program:
     def __init__(
         self,
         device: torch.device,
-        buffers: list[tuple[tuple[int, ...], torch.dtype]],
+        buffers: list[Buffer],
         steps: list[Step],
         outputs: list[int],
     ) -> None:
@@ -62,7 +65,11 @@ class Program:
 
     def __call__(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
         device = self.device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.buffers]
+        # empty_strided takes half the host's time that empty does.
+        made = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype in self.buffers
+        ]
         pointers = [None if t is None else t.data_ptr() for t in inputs]
         pointers += [t.data_ptr() for t in made]
         stream = _stream(device.index)
@@ -128,7 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not same or same[0] in outputs:
                 return None
             outputs.append(same[0])
-        buffers = [(tuple(t.shape), t.dtype) for t in allocated]
+        buffers = [(tuple(t.shape), t.stride(), t.dtype) for t in allocated]
         return Program(device, buffers, self.steps, outputs)
 
 

@@ -1,0 +1,138 @@
+"""The product of every pair of formats against the reference's, and the table that picks it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from minifloat import gemm, reference
+from minifloat.formats import HADAMARD_SIGN_MASK, Cast, Operand
+from minifloat.operands import operands
+
+HIGH, MX, FP4 = Cast("high_precision"), Cast("mxfp8_e4m3"), Cast("nvfp4")
+RHT = Cast("nvfp4", hadamard=HADAMARD_SIGN_MASK)
+PAIRS = [
+    (Cast("fp8_e4m3"), Cast("fp8_e4m3")),
+    (Cast("fp8_e5m2"), Cast("fp8_e4m3")),
+    (Cast("fp8_e5m2"), Cast("fp8_e5m2")),
+    (Cast("fp8_e4m3_1x128", pow2=True), Cast("fp8_e4m3_128x128", pow2=True)),
+    (Cast("fp8_e4m3_1x128"), Cast("fp8_e4m3_128x128")),
+    (Cast("fp8_e4m3_128x128"), Cast("fp8_e4m3_1x128")),
+    (Cast("fp8_e5m2_1x128"), Cast("fp8_e4m3_1x128")),
+    (MX, Cast("mxfp8_e4m3_32x32")),
+    (FP4, Cast("nvfp4_16x16")),
+    (Cast("nvfp4", row_scaled=True), FP4),
+    (HIGH, MX),
+    (Cast("fp8_e4m3"), HIGH),
+    (HIGH, HIGH),
+]
+SHAPES = [(5, 7, 19), (32, 48, 256), (1, 3, 1), (0, 4, 8), (4, 4, 0), (130, 257, 129)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BOUND = {torch.float32: 2.0**-12, torch.bfloat16: 2.0**-7}
+
+
+def on_cpu(o: Operand) -> Operand:
+    parts = (None if t is None else t.cpu() for t in (o.data, o.scale, o.amax))
+    return Operand(*parts, *o[3:])  # type: ignore[arg-type]
+
+
+def made(x: torch.Tensor, cast: Cast, col: bool) -> Operand:
+    """Codes (a column copy to keep is codes), contraction last."""
+    row, column = operands(
+        x, None if col else cast, cast if col else None, keep_col=True, keep_row=True
+    )
+    found = column if col else row
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("col", [False, True], ids=["row", "col"])
+@pytest.mark.parametrize(
+    ("a", "b"), PAIRS, ids=lambda c: "_".join(map(str, (c.format_name, c.pow2, c.row_scaled)))
+)
+def test_products(a: Cast, b: Cast, col: bool, dtype: torch.dtype, device: str) -> None:
+    for m, n, k in SHAPES:
+        x = torch.randn((k, m) if col else (m, k), device=device)
+        w = torch.randn((k, n) if col else (n, k), device=device)
+        left, right = made(x, a, col), made(w, b, col)
+        bias = torch.randn(n, device=device)
+        y = gemm.gemm(left, right, dtype, bias=bias)
+        assert y.dtype is dtype and y.shape == (m, n)
+        expected = reference.matmul(on_cpu(left), on_cpu(right), torch.float32, bias=bias.cpu())
+        size = expected.abs().amax().item() if expected.numel() else 0.0
+        assert (
+            (y.cpu().float() - expected).abs().max().item() <= BOUND[dtype] * (size + 1)
+            if (y.numel())
+            else True
+        )
+
+
+def test_transformed_columns_multiply_in_their_domain() -> None:
+    x, w = torch.randn(19, 5), torch.randn(19, 7)
+    left, right = made(x, RHT, True), made(w, RHT, True)
+    assert left.columns == right.columns == 32
+    y = gemm.gemm(left, right, torch.float32)
+    assert torch.allclose(y, reference.matmul(left, right, torch.float32), atol=1e-4)
+
+
+@pytest.mark.parametrize(("accumulate", "dtype"), itertools.product((False, True), BOUND))
+def test_results_go_into_a_buffer(accumulate: bool, dtype: torch.dtype) -> None:
+    left, right = (made(torch.randn(6, 16), Cast("fp8_e4m3"), False) for _ in range(2))
+    out = torch.full((6, 6), 2.0, dtype=dtype)
+    y = gemm.gemm(left, right, dtype)
+    assert gemm.gemm(left, right, dtype, out=out, accumulate=accumulate) is out
+    assert torch.equal(out, y + 2.0 if accumulate else y)
+
+
+def test_contractions_must_agree() -> None:
+    left = made(torch.randn(4, 16), Cast("fp8_e4m3"), False)
+    right = made(torch.randn(4, 17), Cast("fp8_e4m3"), False)
+    with pytest.raises(ValueError, match="16 columns and b has 17"):
+        gemm.gemm(left, right, torch.float32)
+
+
+def test_two_square_operands_have_no_product() -> None:
+    square = Cast("fp8_e4m3_128x128")
+    left, right = (made(torch.randn(4, 16), square, False) for _ in range(2))
+    with pytest.raises(ValueError, match="one operand must have 1-D blocks"):
+        gemm.gemm(left, right, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("capability", "a", "b", "name"),
+    [
+        (90, Cast("fp8_e4m3"), Cast("fp8_e4m3"), "native"),
+        (90, Cast("fp8_e5m2"), Cast("fp8_e4m3"), "native"),
+        (90, Cast("fp8_e5m2"), Cast("fp8_e5m2"), "emulated"),
+        (80, Cast("fp8_e4m3"), Cast("fp8_e4m3"), "emulated"),
+        (90, Cast("fp8_e4m3_1x128"), Cast("fp8_e4m3_128x128"), "native"),
+        (90, Cast("fp8_e5m2_1x128"), Cast("fp8_e4m3_128x128"), "emulated"),
+        (100, Cast("fp8_e4m3_1x128"), Cast("fp8_e4m3_128x128"), "emulated"),
+        (90, MX, MX, "emulated"),
+        (100, MX, MX, "native"),
+        (100, FP4, Cast("nvfp4_16x16"), "native"),
+        (100, Cast("nvfp4", row_scaled=True), FP4, "emulated"),
+        (90, HIGH, MX, "emulated"),
+        (80, HIGH, HIGH, "native"),
+    ],
+)
+def test_the_table(
+    capability: int, a: Cast, b: Cast, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm.env, "capability", lambda device: capability)
+    found = gemm.backend(a, b, torch.device("cuda", 0))
+    assert found.name == name and found.why
+    high = a.format.element is None and b.format.element is None
+    assert gemm.backend(a, b, torch.device("cpu")).name == ("native" if high else "cpu")
+
+
+def test_opcheck() -> None:
+    left, right = (made(torch.randn(6, 32), MX, False) for _ in range(2))
+    args = (*gemm._flat(left), *gemm._flat(right), torch.bfloat16, None, False)
+    torch.library.opcheck(
+        torch.ops.minifloat.gemm.default, args, test_utils=("test_schema", "test_faketensor")
+    )

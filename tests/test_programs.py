@@ -1,0 +1,94 @@
+"""Recorded launches, without a GPU: a kernel here is a Python function of addresses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from minifloat import programs
+from minifloat.formats import Cast
+from minifloat.programs import Program, Recorder
+
+CAST = Cast("fp8_e4m3")
+
+
+def kernel(seen: list[Any]) -> Any:
+    """What Triton returns from a launch; its `run` notes the arguments."""
+    return SimpleNamespace(run=lambda *a: seen.append(a), function="f", packed_metadata="m")
+
+
+def record(work: Any, *inputs: torch.Tensor | None) -> Program | None:
+    recorder = Recorder(inputs)
+    with recorder:
+        made = work(recorder)
+    return recorder.program(made, torch.device("cpu"))
+
+
+def test_a_program_allocates_and_launches_with_new_addresses(monkeypatch: Any) -> None:
+    monkeypatch.setattr(programs, "_stream", lambda index: "stream")
+    seen: list[Any] = []
+    x, scale = torch.randn(4, 8), torch.ones(2)
+
+    def work(recorder: Recorder) -> list[torch.Tensor]:
+        out = torch.empty((4, 8), dtype=torch.uint8)
+        partial = torch.empty(3, dtype=torch.int32)
+        recorder.launch(kernel(seen), 7, [x, partial, 5, None])
+        recorder.launch(kernel(seen), 9, [x, scale[1:], out, 2.0])
+        return [out]
+
+    program = record(work, x, scale)
+    assert program is not None
+    other, others = torch.randn(4, 8), torch.ones(2)
+    (made,) = program((other, others))
+    assert made.shape == (4, 8) and made.dtype is torch.uint8
+    first, second = seen
+    head = (1, 1, "stream", "f", "m", None, None, None)
+    assert first[0] == 7 and first[1:9] == head
+    assert first[9] == other.data_ptr() and first[11:] == (5, None)
+    assert second[0] == 9
+    assert second[9:] == (other.data_ptr(), others.data_ptr() + 4, made.data_ptr(), 2.0)
+
+
+def test_other_work_is_not_replayed() -> None:
+    x = torch.randn(4, 8)
+    assert record(lambda r: [torch.empty(3) + 1], x) is None  # arithmetic
+    assert record(lambda r: [x.view(8, 4)], x) is None  # not its own memory
+
+    def unknown(recorder: Recorder) -> list[torch.Tensor]:
+        recorder.launch(kernel([]), 1, [hidden])
+        return [torch.empty(2)]
+
+    hidden = torch.randn(3)
+    assert record(unknown, x) is None
+
+
+def test_keys_tell_casts_shapes_strides_and_alignment_apart() -> None:
+    x = torch.empty(64, 64, dtype=torch.bfloat16)
+    keys = {
+        programs.key("a", x, CAST, None),
+        programs.key("b", x, CAST, None),
+        programs.key("a", x, None, CAST),
+        programs.key("a", x, Cast("fp8_e5m2"), None),
+        programs.key("a", x[:32], CAST, None),
+        programs.key("a", x[:, :32], CAST, None),
+        programs.key("a", x.view(-1)[1:33].view(4, 8), CAST, None),
+        programs.key("a", x.float(), CAST, None),
+        programs.key("a", x, CAST, None, torch.ones(1)),
+        programs.key("a", x, CAST, None, None),
+    }
+    assert len(keys) == 10
+    assert programs.key("a", x, CAST, None) == programs.key("a", x.clone(), Cast("fp8_e4m3"), None)
+
+
+def test_nothing_is_recorded_without_kernels() -> None:
+    x = torch.randn(2, 2)
+    calls = []
+
+    def ordinary() -> list[torch.Tensor]:
+        calls.append(programs.recording())
+        return [x]
+
+    assert programs.replay("key", (x,), ordinary) == [x]
+    assert calls == [None] and programs.find("key") is None
