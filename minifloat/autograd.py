@@ -84,9 +84,9 @@ def _saved(ctx: Any) -> list[Any]:
     """The saved tensors; a graph that is retained keeps them for its next backward."""
     if torch.compiler.is_compiling():
         return list(ctx.saved_tensors)
-    held = ctx.__dict__.get("held")
+    held = ctx.__dict__.pop("held", None)
     if held is None:
         held = ctx.saved_tensors
-        if _keeps_graph():
-            ctx.held = held
+    if _keeps_graph():
+        ctx.held = held
     return list(held)

@@ -179,6 +179,9 @@ class QuantizedTensorStorage(GatheredStorage):
         """One copy as a GEMM reads it, contraction last."""
         prefix = "col_" if col else "row_"
         data = self._part(prefix + "data")
+        if data is None and col and self._derivable("col"):
+            derived = self._like({**self._mapped(_same), **self._derive("col")})
+            return derived.operand(True)  # type: ignore[no-any-return]
         if data is None:
             raise UsageError(_missing(self, "col" if col else "row"))
         cast = self._cast(col)

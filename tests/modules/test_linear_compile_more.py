@@ -361,9 +361,8 @@ def test_a_retained_graph_gives_its_gradients_twice(name: str, compiled: bool) -
     third = torch.autograd.grad(y, inputs, g)
     compare(list(first), list(second))
     compare(list(first), list(third))
-    if compiled:
-        with pytest.raises(RuntimeError, match="second time"):
-            torch.autograd.grad(y, inputs, g)
+    with pytest.raises(RuntimeError, match="second time|only be accessed once"):
+        torch.autograd.grad(y, inputs, g)
 
 
 @quick(("current", "delayed"))
