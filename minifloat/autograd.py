@@ -1,8 +1,8 @@
 """A chain of operations as one `torch.autograd.Function`: the only one that computes anything.
 
-A link is `(operation, call, leading)`: the operation's pure functions, the arguments of this call,
-and by how much it changes the number of rows. Tensors that autograd follows are arguments of the
-Function; everything else is in the calls. No module ever gets here.
+A link is `(operation, call)`: the operation's pure functions and the arguments of this call.
+Tensors that autograd follows are arguments of the Function; everything else is in the calls. No
+module ever gets here.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Chain(torch.autograd.Function):
         return None, g, *grads
 
 
-# Function.apply without what it does for function transforms: 5 us.
+# Function.apply without what it does for function transforms.
 _apply: Any = super(torch.autograd.Function, _Chain).apply
 
 

@@ -59,14 +59,6 @@ def is_native(cast: Cast, device: torch.device) -> bool:
     return capability is not None and cast.native[0] <= capability < cast.native[1]
 
 
-def _runs(fmt: Format, device: torch.device) -> bool:
-    capability = env.capability(device)
-    if fmt.native is None or capability is None:
-        return False
-    low, high = fmt.native
-    return low <= capability < high
-
-
 # ---------------------------------------------------------------------------------------- the front
 def gemm(
     a: Operand,
@@ -134,7 +126,7 @@ def _coded(o: Operand) -> bool:
 def _native(a: Cast, b: Cast, device: torch.device) -> Native | None:
     """The function of the table that multiplies codes of `a` and `b` on `device`, if one does."""
     fa, fb = a.format, b.format
-    if device.type != "cuda" or not (_runs(fa, device) and _runs(fb, device)):
+    if device.type != "cuda" or not (is_native(a, device) and is_native(b, device)):
         return None
     e4m3 = (fa.element is E4M3, fb.element is E4M3)
     if fa.scale is Scale.F32 and not (any(e4m3) if fa.tile is None else all(e4m3)):

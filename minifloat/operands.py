@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import collectives, dispatch, gemm
+from . import dispatch, gemm
 from .formats import Cast, Operand, cdiv
 from .layout import part_names
 
@@ -21,7 +21,6 @@ def operands(  # noqa: PLR0913  (one call, many recipes)
     *,
     live: Live | None = None,
     seed: Tensor | None = None,
-    group: str | None = None,
     keep_col: bool = False,
     keep_row: bool = False,
     keep_amax: bool = False,
@@ -31,19 +30,18 @@ def operands(  # noqa: PLR0913  (one call, many recipes)
     """(row, column) operands of `x[M, K]`; None stays None.
 
     `live` casts with a given scale. `keep_col` asks for a column copy to be saved: codes, where a
-    GEMM to come could do with values; `keep_row` for such a row copy. `group` names the process
-    group over which amaxes are shared. `keep_amax` keeps the amax of a tensor-wide scale in the
-    operands (with `live`, the scale), `amax` is one that was kept. `after` is what a graph must
-    have before it runs this.
+    GEMM to come could do with values; `keep_row` for such a row copy. `keep_amax` keeps the amax
+    of a tensor-wide scale in the operands (with `live`, the scale), `amax` is one that was kept.
+    `after` is what a graph must have before it runs this.
     """
     if live is not None:
         return _scaled(x, row, col, live, keep_amax, after)
     rest = (keep_row, keep_amax, amax, after)
     if row is None or col is None or _one_kernel(row, col):
-        return _cast(x, row, col, seed, group, keep_col, *rest)
+        return _cast(x, row, col, seed, keep_col, *rest)
     return (
-        _cast(x, row, None, seed, group, False, *rest)[0],
-        _cast(x, None, col, seed, group, keep_col, *rest)[1],
+        _cast(x, row, None, seed, False, *rest)[0],
+        _cast(x, None, col, seed, keep_col, *rest)[1],
     )
 
 
@@ -91,7 +89,6 @@ def _cast(  # noqa: PLR0913
     row: Cast | None,
     col: Cast | None,
     seed: Tensor | None,
-    group: str | None,
     keep_col: bool,
     keep_row: bool,
     keep_amax: bool,
@@ -107,21 +104,15 @@ def _cast(  # noqa: PLR0913
             None if row is None else Operand(x, None, None, row, k),
             None if col is None else Operand(x.t(), None, None, col, m),
         )
-    row_amax = col_amax = amax
     keep_amax = keep_amax and not cast.tiled
-    if group is not None and _shares_amax(cast):
-        amaxes = [collectives.all_reduce(a, group, "max") for a in dispatch.amax(x, row, col)]
-        row_amax, col_amax = amaxes[0] if row is not None else None, amaxes[-1]
-        if not cast.tiled:
-            row_amax = amaxes[0]
-    elif _as_values(cast, x.device) and not (keep_col if row is None else keep_row):
+    if _as_values(cast, x.device) and not (keep_col if row is None else keep_row):
         return _values(x, row, col, seed, keep_col, after)
     made = dispatch.quantize(
         x,
         row,
         col,
-        row_amax=row_amax,
-        col_amax=col_amax,
+        row_amax=amax,
+        col_amax=amax,
         seed=seed,
         after=after,
         keep_amax=keep_amax,
@@ -165,7 +156,7 @@ def _values(
     """bf16 values of an emulated format; a column copy to keep is codes, from a read of its own."""
     kept = None
     if keep_col and col is not None:
-        kept = _cast(x, None, col, seed, None, True, False, False, None, after)[1]
+        kept = _cast(x, None, col, seed, True, False, False, None, after)[1]
         col = None
     made = dispatch.fake_quantize(x, row, col, keep_col=False, seed=seed, after=after)
     a = b = None
@@ -183,8 +174,3 @@ def _as_values(cast: Cast, device: torch.device) -> bool:
     if device.type != "cuda" or cast.layout[6] is torch.float32:
         return False
     return not gemm.is_native(cast, device)
-
-
-def _shares_amax(cast: Cast) -> bool:
-    """Whether a scale depends on an amax of the whole tensor."""
-    return not cast.row_scaled and (cast.layout[7] or not cast.tiled)

@@ -2,7 +2,7 @@
 
 The first call for a kind of input runs the ordinary code under a recorder; the next ones allocate
 the same buffers and launch the same compiled kernels with other addresses. That is most of the
-host's work spared: a Triton launch costs 20 us through its JIT function and 4 us through this.
+host's work spared: a Triton launch through its JIT function binds and hashes every argument anew.
 A program is valid for its key: the operation, shapes, strides, dtypes, casts and alignment. Code
 that does anything but allocate, view and launch is not replayable, and is run as it is every time.
 """

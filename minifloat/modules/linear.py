@@ -17,7 +17,7 @@ from ..ops.linear import Linear as LinearOp
 from ..recipe.autocast import STATE
 from ..tensors import QuantizedTensorStorage
 from .advice import SETTLED, advise
-from .base import HIGH_PLAN, Begun
+from .base import Begun
 from .cached import CachesWeight
 from .parameters import default_device, default_init, initialise, quantized_parameter, splits
 from .wgrad import WeightGradStore
@@ -260,7 +260,7 @@ class Linear(CachesWeight, nn.Linear):
             advise(self._where(), plan, tokens, *features, inp.device)
         if isinstance(weight, QuantizedTensorStorage):
             weight = self._check_quantized(weight, begun)
-        elif plan.w_row.dtype is None and weight.dtype != inp.dtype and plan.name == HIGH_PLAN.name:
+        elif plan.w_row.layout[0] is None and weight.dtype != inp.dtype:
             weight = weight.to(inp.dtype)  # torch.autocast
         if isinstance(inp, QuantizedTensorStorage):
             need_col = torch.is_grad_enabled() and weight.requires_grad and not plan.override
@@ -363,7 +363,7 @@ class Linear(CachesWeight, nn.Linear):
 
     def _check_quantized(self, weight: Any, begun: Begun) -> Any:
         plan = begun.plan
-        if plan.name == HIGH_PLAN.name:
+        if plan.w_row.layout[0] is not torch.uint8:
             if not torch.compiler.is_compiling():
                 warnings.warn(
                     f"{self._where()}: a quantized weight outside autocast is dequantized",
@@ -463,7 +463,7 @@ class Linear(CachesWeight, nn.Linear):
         return self._boundary(plan, plan.grad_input, plan.delayed[4], "grad_input", "fp8_grad")
 
     def _boundary(self, plan: Any, quantizer: Any, delayed: bool, slot: str, argument: str) -> Any:
-        if plan.name == HIGH_PLAN.name:
+        if quantizer is None and not delayed:
             raise ValueError(
                 f"{self._where()}: {argument}=True outside autocast: nothing says how to quantize; "
                 "enter an autocast, or leave it out"

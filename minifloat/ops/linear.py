@@ -77,9 +77,7 @@ class Linear:
         elif need_dw and x_col is None:
             kept_x = (x, None, None)
         elif x_col is not None:
-            viewed = x_col.viewed
-            scale = x_col.scale.t() if viewed and x_col.scale is not None else x_col.scale
-            kept_x = (x_col.data.t() if _stored_t(x_col) else x_col.data, scale, x_col.amax)
+            kept_x = _stored(x_col)
         # Backward casts the weight again: by the scale of now, or from the amax that is known.
         recasts = need_dx and call.workspace is None and not plan.w_row.tiled
         w_scale = w_row.amax if recasts else None
@@ -249,16 +247,14 @@ def weight_operands(weight: Tensor, plan: Plan, live: Live | None, col: bool) ->
     """Both copies of a weight as a workspace keeps them."""
     row, made = operands(weight, plan.w_row, plan.w_col if col else None, live=live, keep_col=True)
     assert row is not None
-    kept = NONE
-    if made is not None:
-        scale = made.scale.t() if made.viewed and made.scale is not None else made.scale
-        kept = (made.data.t() if _stored_t(made) else made.data, scale, made.amax)
-    return (row.data, row.scale, row.amax), kept
+    return (row.data, row.scale, row.amax), NONE if made is None else _stored(made)
 
 
-def _stored_t(o: Operand) -> bool:
-    """Whether a column operand's data is a transposed view of what is stored."""
-    return o.viewed or o.data.dtype is not torch.uint8
+def _stored(o: Operand) -> Parts:
+    """What `column` makes the column operand `o` of: its parts, as they lie in memory."""
+    scale = o.scale.t() if o.viewed and o.scale is not None else o.scale
+    viewed = o.viewed or o.data.dtype is not torch.uint8
+    return o.data.t() if viewed else o.data, scale, o.amax
 
 
 def _high(x: Tensor) -> Operand:

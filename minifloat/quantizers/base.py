@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from .. import dispatch, straight_through
+from .. import collectives, dispatch, straight_through
 from ..dynamo.quantizer_opaque import _rebuild_quantizer, fx_repr, plain
 from ..dynamo.tensor_spec import Described, Specs, allocate, assemble, describe, metadata
 from ..formats import Cast
@@ -223,7 +223,10 @@ class Quantizer(abc.ABC):
         group_name = self._reduction_name() if group is None else group.group_name
         row_amax = col_amax = None
         if group_name is not None and self._has_global_amax():
-            amaxes = [_reduced(a, group_name) for a in dispatch.amax(tensor, row, col)]
+            amaxes = [
+                collectives.all_reduce(a, group_name, "max")
+                for a in dispatch.amax(tensor, row, col)
+            ]
             row_amax, col_amax = (amaxes[0] if row or len(amaxes) == 1 else None), amaxes[-1]
         made = dispatch.quantize(tensor, row, col, row_amax=row_amax, col_amax=col_amax, seed=seed)
         by_part = dict(zip(self._part_names(), made, strict=True))
@@ -451,9 +454,3 @@ class Quantizer(abc.ABC):
     def _get_compatible_recipe(self) -> Any:
         """The recipe class this quantizer belongs to; None for a class of the user's own."""
         return self._recipe_class
-
-
-def _reduced(amax: Tensor, group_name: str) -> Tensor:
-    """The maximum of `amax` over the group, as an op that eager runs and graphs hold."""
-    collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(collectives.all_reduce(amax, "max", group_name))  # type: ignore[no-any-return]

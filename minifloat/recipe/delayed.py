@@ -97,7 +97,7 @@ class DelayedState(nn.Module):
         return self._slots(self._buffers["history_backward"], _BACKWARD, limits)
 
     def _slots(self, history: Any, names: Names, limits: tuple[float, ...]) -> Slots:
-        held: Any = self._buffers  # a fifth of the time that attributes take
+        held: Any = self._buffers  # less of the host's time than attributes
         scales = tuple([held[n] for n in names[0]])
         return Slots(history, scales, tuple([held[n] for n in names[1]]), limits)
 
