@@ -1,8 +1,8 @@
-"""A chain of operations as one `torch.autograd.Function`: the only one that computes anything.
+"""Everything that trains, as one `torch.autograd.Function`: the only one that computes anything.
 
-A link is `(operation, call)`: the operation's pure functions and the arguments of this call.
-Tensors that autograd follows are arguments of the Function; everything else is in the calls. No
-module ever gets here.
+`run` gives it a piece of work: pure functions, and what they need besides the tensors autograd
+follows. `chain` is the work of modules: a link is `(operation, call)`, the operation's pure
+functions and the arguments of this call. No module ever gets here from there.
 """
 
 from __future__ import annotations
@@ -13,71 +13,51 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 
-__all__ = ["chain"]
+__all__ = ["chain", "run"]
 
 Link = tuple[Any, Any]
 
 
-def chain(links: tuple[Link, ...], x: Tensor, *params: Tensor | None) -> Tensor:
-    """Run the links on `x`; `params` are those of all links, in order."""
+def run(work: Any, data: Any, *tensors: Any) -> Any:
+    """`work.forward(data, tensors)`, differentiable.
+
+    `work.forward(data, tensors) -> (outputs, tensors to save, note)`: one tensor or a tuple, a
+    list, and anything. `work.backward(data, note, saved, grads) -> gradients of tensors`, a tuple;
+    `saved` is a list to take from, so that a tensor dies with its last use.
+    """
     if not torch.is_grad_enabled():
-        return _run(links, x, params)[0]
+        return work.forward(data, tensors)[0]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return _Chain.apply(links, x, *params)  # type: ignore[no-any-return,no-untyped-call]
-    return _apply(links, x, *params)  # type: ignore[no-any-return]
+        return _Run.apply(work, data, *tensors)  # type: ignore[no-untyped-call]
+    return _apply(work, data, *tensors)
 
 
-def _run(
-    links: tuple[Link, ...], x: Any, params: tuple[Any, ...]
-) -> tuple[Tensor, list[Any], list[int]]:
-    """(output, tensors to save, how many of them each link has)."""
-    lead = x.shape[:-1]
-    y = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    saved: list[Any] = []
-    counts = []
-    at = 0
-    for op, call in links:
-        y, kept = op.compute(y, params[at : at + op.params], call)
-        at += op.params
-        saved.extend(kept)
-        counts.append(len(kept))
-        lead = op.leading(lead, call) if hasattr(op, "leading") else lead
-    if len(lead) != 1:
-        y = y.reshape(*lead, y.shape[-1])
-    return y, saved, counts
+def chain(links: tuple[Link, ...], x: Tensor, *params: Tensor | None) -> Any:
+    """Run the links on `x`; `params` are those of all links, in order.
+
+    The result is a tensor, or (it, what each `Tap` saw) where there are taps.
+    """
+    return run(_Links, links, x, *params)
 
 
-class _Chain(torch.autograd.Function):
+class _Run(torch.autograd.Function):
     # A saved tensor dies with its last use in backward, which the peak of memory depends on.
     clear_saved_tensors_on_access = True
 
     @staticmethod
-    def forward(ctx: Any, links: tuple[Link, ...], x: Any, *params: Any) -> Tensor:
-        y, saved, counts = _run(links, x, params)
+    def forward(ctx: Any, work: Any, data: Any, *tensors: Any) -> Any:
+        outputs, saved, note = work.forward(data, tensors)
         ctx.save_for_backward(*saved)
-        ctx.links = links
-        ctx.counts = counts
-        ctx.shape = x.shape
-        return y
+        ctx.work, ctx.data, ctx.note = work, data, note
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        saved = _saved(ctx)
-        grads: tuple[Any, ...] = ()
-        g: Any = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
-        for (op, call), count in zip(reversed(ctx.links), reversed(ctx.counts), strict=True):
-            start = len(saved) - count
-            kept = saved[start:]
-            del saved[start:]
-            g, of_params = op.backward(g, kept, call)
-            grads = (*of_params, *grads)
-        if g is not None and len(ctx.shape) != 2:
-            g = g.reshape(ctx.shape)
-        return None, g, *grads
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
 
 
 # Function.apply without what it does for function transforms.
-_apply: Any = super(torch.autograd.Function, _Chain).apply
+_apply: Any = super(torch.autograd.Function, _Run).apply
 
 
 def _saved(ctx: Any) -> list[Any]:
@@ -90,3 +70,62 @@ def _saved(ctx: Any) -> list[Any]:
     if _keeps_graph():
         ctx.held = held
     return list(held)
+
+
+class _Links:
+    """Operations in a row. Matrices go through it: leading dims are folded away, and put back."""
+
+    @staticmethod
+    def forward(links: tuple[Link, ...], tensors: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:
+        x, params = tensors[0], tensors[1:]
+        lead = x.shape[:-1]
+        y = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        saved: list[Any] = []
+        counts = []
+        taps = []
+        at = 0
+        for op, call in links:
+            y, kept = op.compute(y, params[at : at + op.params], call)
+            at += op.params
+            saved.extend(kept)
+            counts.append(len(kept))
+            lead = op.leading(lead, call)
+            if op.taps:
+                taps.append(_unfolded(y, lead))
+        y = _unfolded(y, lead)
+        return ((y, *taps) if taps else y), saved, (counts, x.shape)
+
+    @staticmethod
+    def backward(
+        links: tuple[Link, ...], note: Any, saved: list[Any], grads: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        counts, shape = note
+        left = list(grads[1:])
+        of_params: tuple[Any, ...] = ()
+        g: Any = _folded(grads[0])
+        for (op, call), count in zip(reversed(links), reversed(counts), strict=True):
+            start = len(saved) - count
+            kept = saved[start:]
+            del saved[start:]
+            if op.taps:
+                g = _sum(g, _folded(left[-1]))
+                left = left[:-1]
+            g, found = op.backward(g, kept, call)
+            of_params = (*found, *of_params)
+        if g is not None and len(shape) != 2:
+            g = g.reshape(shape)
+        return (g, *of_params)
+
+
+def _folded(t: Any) -> Any:
+    return t if t is None or t.dim() == 2 else t.reshape(-1, t.shape[-1])
+
+
+def _unfolded(y: Any, lead: tuple[int, ...]) -> Any:
+    return y if len(lead) == 1 else y.reshape(*lead, y.shape[-1])
+
+
+def _sum(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

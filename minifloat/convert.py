@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from .modules.extra_state import DELAYED_KEYS, SUFFIX, payload
+from .extra_state import DELAYED_KEYS, SUFFIX, payload
 from .recipe.delayed import BACKWARD, FORWARD
 
 __all__ = ["convert_checkpoint", "convert_state_dict", "read_extra_state"]

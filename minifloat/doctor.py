@@ -10,8 +10,8 @@ import torch
 from . import dispatch, env, recipe
 from ._version import __version__
 from .formats import FORMATS
+from .module import HIGH_PLAN
 from .modules.advice import served
-from .modules.base import HIGH_PLAN
 from .recipe import Plan
 
 __all__ = ["RECIPES", "Row", "report", "rows"]

@@ -1,6 +1,6 @@
 """Modules: parameters, and the operations they go through."""
 
-from .base import Module
+from ..module import Module
 from .checkpoint import checkpoint
 from .linear import Linear
 from .workspace import quantize_weight

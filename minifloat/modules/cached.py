@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from ..module import Begun, Module
 from ..recipe import Recipe, get_default_recipe
 from ..recipe.autocast import STATE
 from ..recipe.replay import unseen
 from ..tensors import QuantizedTensorStorage
-from .base import Begun, Module
 from .workspace import Cached, cast_weight
 
 __all__ = ["CachesWeight"]

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from .. import dispatch
 from ..autograd import chain
-from ..ops import collectives
-from ..ops.linear import Call
-from ..ops.linear import Linear as LinearOp
+from ..core import collectives
+from ..core.linear import Call
+from ..core.linear import Linear as LinearOp
+from ..module import Begun
 from ..recipe.autocast import STATE
 from ..tensors import QuantizedTensorStorage
 from .advice import SETTLED, advise
-from .base import Begun
 from .cached import CachesWeight
 from .parameters import default_device, default_init, initialise, quantized_parameter, splits
 from .wgrad import WeightGradStore

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.linear import Call, wgrad
 from ..formats import Operand
-from ..ops.linear import Call, wgrad
 
 __all__ = ["WeightGradStore"]
 

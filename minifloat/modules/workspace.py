@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.linear import Workspace as Copies
+from ..core.linear import weight_operands
 from ..operands import Live
-from ..ops.linear import Workspace as Copies
-from ..ops.linear import weight_operands
 from ..recipe.plan import Plan
 
 __all__ = ["Cached", "cast_weight", "quantize_weight"]

@@ -10,8 +10,8 @@ import torch
 
 from minifloat import env
 from minifloat import recipe as recipes
+from minifloat.module import HIGH_PLAN
 from minifloat.modules import advice
-from minifloat.modules.base import HIGH_PLAN
 from minifloat.recipe.zoo import mxfp8_fwd_high_precision_bwd_factory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

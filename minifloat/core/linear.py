@@ -22,6 +22,7 @@ from ..operands import Live, column, operands
 from ..recipe.delayed import Slots, update
 from ..recipe.plan import Plan
 from ..tensors import QuantizedTensorStorage
+from .link import Link
 
 __all__ = ["Call", "Linear", "Workspace", "weight_operands"]
 
@@ -58,7 +59,7 @@ class Call(NamedTuple):
     defer: Any = None  # takes wgrad as a function, to be called later
 
 
-class Linear:
+class Linear(Link):
     """`y = x w^T + bias` of `x[M, K]`, `weight[N, K]`, `bias[N]`."""
 
     params = 2
@@ -245,7 +246,14 @@ def _weight_col(
 
 def weight_operands(weight: Tensor, plan: Plan, live: Live | None, col: bool) -> Workspace:
     """Both copies of a weight as a workspace keeps them."""
-    row, made = operands(weight, plan.w_row, plan.w_col if col else None, live=live, keep_col=True)
+    row, made = operands(
+        weight,
+        plan.w_row,
+        plan.w_col if col else None,
+        live=live,
+        keep_col=True,
+        keep_row=plan.override == "dequantized",  # backward decodes it
+    )
     assert row is not None
     return (row.data, row.scale, row.amax), NONE if made is None else _stored(made)
 

@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import scalars
-from ..formats import HIGH_PRECISION, Cast
-from ..operands import Live
-from ..recipe.autocast import STATE, note
-from ..recipe.base import Recipe
-from ..recipe.delayed import DelayedState, Slots, update
-from ..recipe.plan import Plan
-from ..recipe.replay import Entry, tapes, unseen
-from ..recipe.roles import QuantizerRole
-from ..tensors import QuantizedTensorStorage
-from . import extra_state
+from . import extra_state, scalars
+from .formats import HIGH_PRECISION, Cast
+from .operands import Live
+from .recipe.autocast import STATE, note
+from .recipe.base import Recipe
+from .recipe.delayed import DelayedState, Slots, update
+from .recipe.plan import Plan
+from .recipe.replay import Entry, tapes, unseen
+from .recipe.roles import QuantizerRole
+from .tensors import QuantizedTensorStorage
 
 __all__ = ["HIGH_PLAN", "Begun", "Module"]
 

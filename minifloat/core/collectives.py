@@ -17,6 +17,7 @@ from .. import collectives
 from ..recipe.delayed import update
 from ..tensors import QuantizedTensorStorage
 from .linear import Call, _quantized_grad
+from .link import Link
 
 __all__ = ["AllReduce", "Gather", "Group", "QuantizeGrad", "ReduceScatter", "Replicate"]
 
@@ -31,15 +32,7 @@ class Group(NamedTuple):
 Result = tuple[Tensor, tuple[Any, ...]]
 
 
-class _Collective:
-    params = 0
-
-    @staticmethod
-    def leading(lead: tuple[int, ...], call: Any) -> tuple[int, ...]:
-        return lead
-
-
-class Gather(_Collective):
+class Gather(Link):
     """All ranks' rows, in rank order; in high precision, so that they share their scales."""
 
     @staticmethod
@@ -59,7 +52,7 @@ class Gather(_Collective):
         return collectives.reduce_scatter(grad, group.name, group.size), ()
 
 
-class ReduceScatter(_Collective):
+class ReduceScatter(Link):
     """This rank's rows of the sum."""
 
     @staticmethod
@@ -75,7 +68,7 @@ class ReduceScatter(_Collective):
         return collectives.all_gather(grad, group.name, group.size), ()
 
 
-class Replicate(_Collective):
+class Replicate(Link):
     """The same x on all ranks, each of which has a part of its gradient."""
 
     @staticmethod
@@ -87,7 +80,7 @@ class Replicate(_Collective):
         return None if grad is None else collectives.all_reduce(grad, group.name), ()
 
 
-class AllReduce(_Collective):
+class AllReduce(Link):
     """The sum over the ranks, each of which has all of its gradient."""
 
     @staticmethod
@@ -99,7 +92,7 @@ class AllReduce(_Collective):
         return grad, ()
 
 
-class QuantizeGrad(_Collective):
+class QuantizeGrad(Link):
     """`fp8_grad` of a gradient that is summed over ranks, and the end of delayed scaling's step."""
 
     @staticmethod

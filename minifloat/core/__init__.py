@@ -1,0 +1,1 @@
+"""What is computed: operations as pure functions of their arguments."""

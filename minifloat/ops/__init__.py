@@ -1,1 +1,0 @@
-"""Operations: pure forward and backward functions that a chain runs."""
