@@ -3,7 +3,7 @@
 from . import dynamo, recipe, reference
 from ._version import __version__
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
-from .modules import Linear, Module, checkpoint, quantize_weight
+from .modules import LayerNormLinear, LayerNormMLP, Linear, Module, checkpoint, quantize_weight
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -64,6 +64,8 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",

@@ -1,21 +1,28 @@
-"""From a matrix to what GEMMs read: both directions of it, in the form this device multiplies."""
+"""From a matrix to what GEMMs read: both directions of it, in the form this device multiplies.
+
+A matrix may be `Lazy`: then it is cast as it is produced, where a kernel does that.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import dispatch, gemm
+from . import dispatch, gemm, producers
 from .formats import Cast, Operand, cdiv
 from .layout import part_names
+from .producer import Producer
+from .producers import Given, Lazy
 
-__all__ = ["Live", "column", "operands"]
+__all__ = ["Live", "activation_backward", "column", "operands"]
 
 Live = tuple[Tensor, Tensor | None]  # delayed scaling's scale, and the amax it records into
 
 
 def operands(  # noqa: PLR0913  (one call, many recipes)
-    x: Tensor,
+    x: Tensor | Lazy,
     row: Cast | None,
     col: Cast | None,
     *,
@@ -39,10 +46,74 @@ def operands(  # noqa: PLR0913  (one call, many recipes)
     rest = (keep_row, keep_amax, amax, after)
     if row is None or col is None or _one_kernel(row, col):
         return _cast(x, row, col, seed, keep_col, *rest)
+    if isinstance(x, Lazy):
+        x = x.value()  # once, for the two
     return (
         _cast(x, row, None, seed, False, *rest)[0],
         _cast(x, None, col, seed, keep_col, *rest)[1],
     )
+
+
+def activation_backward(  # noqa: PLR0913  (one call, many recipes)
+    h: Tensor,
+    dy: Tensor,
+    activation: Producer,
+    row: Cast | None,
+    col: Cast | None,
+    act_col: Cast | None,
+    *,
+    live: Live | None = None,
+    seed: Tensor | None = None,
+    act_live: Live | None = None,
+    act_amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    dbias: bool = False,
+) -> tuple[Operand | None, Operand | None, Operand | None, Tensor | None]:
+    """(dh's row, dh's column, y's column, dbias) of y = activation(h) and its gradient dy.
+
+    One read of h and dy where a kernel makes all of them. `live` and `act_live` are the given
+    scales of dh and of y, `act_amax` is y's amax, kept by forward. dbias is dh summed over rows, in
+    fp32, rounded to `dtype`, which is h's unless given.
+    """
+    d = producers.activation_gradient(h, dy, activation, dtype)
+    m, k = d.shape
+    if not _codes_alike(h.device, row, col, act_col):
+        a = b = c = db = None
+        known: Tensor | Lazy = d
+        if dbias:
+            known = d.value()
+            db = known.sum(0, dtype=torch.float32).to(d.dtype)
+        if row is not None or col is not None:
+            a, b = operands(known, row, col, live=live, seed=seed)
+        if act_col is not None:
+            y = producers.activated(h, activation, dtype)
+            c = operands(y, None, act_col, live=act_live, seed=seed, amax=act_amax)[1]
+        return a, b, c, db
+    scale, amax = live or (None, None)
+    act_scale = None if act_live is None else act_live[0]
+    given = Given(scale, amax, act_scale, act_amax, seed)
+    made = producers.activation_backward(d, row, col, act_col, given, dbias=dbias)
+    db = made[-1] if dbias else None
+    n = len(_names(row, col))
+    make = _named if live is None else _shared
+    a, b = make(made[:n], row, col, m, k)
+    c = None
+    if act_col is not None:
+        make = _named if act_live is None else _shared
+        c = make(made[n : n + len(_names(None, act_col))], None, act_col, m, dy.shape[1])[1]
+    return a, b, c, db
+
+
+def _codes_alike(
+    device: torch.device, row: Cast | None, col: Cast | None, act: Cast | None
+) -> bool:
+    """Whether one call can make all copies: codes, of formats that agree where they must."""
+    for cast in (row, col, act):
+        if cast is not None and (cast.layout[0] is not torch.uint8 or _as_values(cast, device)):
+            return False
+    if row is None and col is None:
+        return False
+    return row is None or col is None or _one_kernel(row, col)
 
 
 def column(data: Tensor, scale: Tensor | None, amax: Tensor | None, cast: Cast, m: int) -> Operand:
@@ -62,11 +133,17 @@ def _one_kernel(row: Cast, col: Cast) -> bool:
 
 
 def _scaled(
-    x: Tensor, row: Cast | None, col: Cast | None, live: Live, keep: bool, after: Tensor | None
+    x: Tensor | Lazy,
+    row: Cast | None,
+    col: Cast | None,
+    live: Live,
+    keep: bool,
+    after: Tensor | None,
 ) -> tuple[Operand | None, Operand | None]:
     cast = row if row is not None else col
     assert cast is not None
-    made = dispatch.quantize_scaled(
+    front: Any = producers if isinstance(x, Lazy) else dispatch
+    made = front.quantize_scaled(
         x,
         live[0],
         live[1],
@@ -77,15 +154,26 @@ def _scaled(
         after=after,
     )
     kept = made[-1] if keep else None
-    at = 0 if row is None else 1
-    scale = made[at if col is None else at + 1]
-    a = None if row is None else Operand(made[0], scale, kept, cast, x.shape[1])
-    b = None if col is None else Operand(made[at], scale, kept, cast, x.shape[0])
+    m, k = x.shape
+    return _shared(made[:-1] if keep else made, row, col, m, k, kept)
+
+
+def _shared(
+    made: list[Tensor],
+    row: Cast | None,
+    col: Cast | None,
+    m: int,
+    k: int,
+    kept: Tensor | None = None,
+) -> tuple[Operand | None, Operand | None]:
+    """Operands of the copies with one scale that a cast by a given scale makes."""
+    a = None if row is None else Operand(made[0], made[-1], kept, row, k)
+    b = None if col is None else Operand(made[-2], made[-1], kept, col, m)
     return a, b
 
 
 def _cast(  # noqa: PLR0913
-    x: Tensor,
+    x: Tensor | Lazy,
     row: Cast | None,
     col: Cast | None,
     seed: Tensor | None,
@@ -98,16 +186,24 @@ def _cast(  # noqa: PLR0913
     m, k = x.shape
     cast = row if row is not None else col
     assert cast is not None
-    if cast.layout[0] is not torch.uint8:
+    as_values = _as_values(cast, x.device) and not (keep_col if row is None else keep_row)
+    codes = cast.layout[0] is torch.uint8
+    if isinstance(x, Lazy):
+        amax = x.amax if amax is None and not cast.tiled else amax
+        x = x.value() if as_values or not codes else x
+    if not codes:
+        assert isinstance(x, Tensor)
         x = x if cast.dtype is None else x.to(cast.dtype)
         return (
             None if row is None else Operand(x, None, None, row, k),
             None if col is None else Operand(x.t(), None, None, col, m),
         )
     keep_amax = keep_amax and not cast.tiled
-    if _as_values(cast, x.device) and not (keep_col if row is None else keep_row):
+    if as_values:
+        assert isinstance(x, Tensor)
         return _values(x, row, col, seed, keep_col, after)
-    made = dispatch.quantize(
+    front: Any = producers if isinstance(x, Lazy) else dispatch
+    made = front.quantize(
         x,
         row,
         col,
@@ -118,7 +214,18 @@ def _cast(  # noqa: PLR0913
         keep_amax=keep_amax,
     )
     kept = made[-1] if keep_amax else None
-    made = made[:-1] if keep_amax else made
+    return _named(made[:-1] if keep_amax else made, row, col, m, k, kept)
+
+
+def _named(
+    made: list[Tensor],
+    row: Cast | None,
+    col: Cast | None,
+    m: int,
+    k: int,
+    kept: Tensor | None = None,
+) -> tuple[Operand | None, Operand | None]:
+    """Operands of the buffers that a cast of `[M, K]` makes."""
     parts = dict(zip(_names(row, col), made, strict=True))
     shared = parts.get("scale")
     a = b = None

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import env
 
-__all__ = ["Program", "Recorder", "Step", "find", "key", "recording", "replay"]
+__all__ = ["Program", "Recorder", "Step", "find", "key", "key_of", "recording", "replay"]
 
 aten = torch.ops.aten
 _ALLOCATE = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
@@ -160,6 +160,16 @@ def key(name: Hashable, x: Tensor, row: Any, col: Any, *others: Tensor | None) -
         name, id(row), id(col), x.shape, x.stride(), x.dtype, x.device.index,
         x.data_ptr() & 15, *[None if t is None else t.data_ptr() & 15 for t in others],
     )  # fmt: skip
+
+
+def key_of(name: Hashable, tensors: Sequence[Tensor | None], *casts: Any) -> Hashable:
+    """`key` where every tensor has a shape of its own; the first is there, and tells the device."""
+    x = tensors[0]
+    assert x is not None
+    each = [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors
+    ]
+    return (name, x.device.index, *map(id, casts), *each)
 
 
 def find(of: Hashable) -> Program | None:

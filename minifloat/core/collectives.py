@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import collectives
-from ..recipe.delayed import update
+from ..producers import Lazy
 from ..tensors import QuantizedTensorStorage
-from .linear import Call, _quantized_grad
+from .linear import Call, _quantized_grad, finish
 from .link import Link
 
 __all__ = ["AllReduce", "Gather", "Group", "QuantizeGrad", "ReduceScatter", "Replicate"]
@@ -43,6 +43,8 @@ class Gather(Link):
     def compute(x: Any, params: tuple[Any, ...], group: Group) -> Result:
         if isinstance(x, QuantizedTensorStorage):
             x = x.dequantize()
+        elif isinstance(x, Lazy):
+            x = x.value()
         return collectives.all_gather(x, group.name, group.size), ()
 
     @staticmethod
@@ -103,6 +105,5 @@ class QuantizeGrad(Link):
     def backward(grad: Any, saved: tuple[Any, ...], call: Call) -> tuple[Any, Any]:
         if grad is not None:
             grad = _quantized_grad(grad, call)
-        if call.slots is not None and call.plan.update is not None:
-            update(call.slots, call.plan.update, call.group)
+        finish(call)
         return grad, ()

@@ -19,12 +19,23 @@ from .. import dispatch, library
 from ..formats import Cast, Operand
 from ..gemm import gemm
 from ..operands import Live, column, operands
+from ..producers import Lazy
 from ..recipe.delayed import Slots, update
 from ..recipe.plan import Plan
 from ..tensors import QuantizedTensorStorage
 from .link import Link
 
-__all__ = ["Call", "Linear", "Workspace", "weight_operands"]
+__all__ = [
+    "Call",
+    "Gradient",
+    "Linear",
+    "Workspace",
+    "cast_gradient",
+    "dgrad",
+    "finish",
+    "weight_operands",
+    "wgrad",
+]
 
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # data, scale, amax
 Workspace = tuple[Parts, Parts]  # of the row and the column operand of a weight
@@ -56,11 +67,24 @@ class Call(NamedTuple):
     seed: Tensor | None = None
     save_input: bool = False
     grad_input: Any = None  # quantizes dx
-    defer: Any = None  # takes wgrad as a function, to be called later
+    defer: Any = None  # takes the operands of wgrad, to be multiplied later
+    after: Tensor | None = None  # what a graph must have before it runs forward (again)
+
+
+class Gradient(NamedTuple):
+    """A gradient that its producer has cast already, by the casts of `Call.plan`."""
+
+    row: Operand | None
+    col: Operand | None
+    of_bias: Tensor | None  # its sum over rows
+    shape: tuple[int, int]
 
 
 class Linear(Link):
-    """`y = x w^T + bias` of `x[M, K]`, `weight[N, K]`, `bias[N]`."""
+    """`y = x w^T + bias` of `x[M, K]`, `weight[N, K]`, `bias[N]`.
+
+    x may be a Lazy matrix, and the gradient a `Gradient`: their producers and this share a kernel.
+    """
 
     params = 2
 
@@ -68,10 +92,11 @@ class Linear(Link):
     def compute(x: Any, params: tuple[Any, ...], call: Call) -> tuple[Tensor, tuple[Any, ...]]:
         """(y, what backward needs)."""
         weight, bias = params
-        plan, (need_dx, need_dw, _) = call.plan, call.needs
+        plan, need_dw = call.plan, call.needs[1]
+        if isinstance(x, Lazy) and not _casts(plan, call.save_input):
+            x = x.value()
         x_row, x_col = _input(x, call, need_dw and not plan.override and not call.save_input)
-        w_row = _weight_row(weight, call, need_dx)
-        y = gemm(x_row, w_row, call.dtype, bias=bias, fast=plan.fast[0])
+        y, kept_w = fprop(x_row, weight, bias, call)
         kept_x = NONE
         if plan.override == "dequantized" and need_dw:
             kept_x = (x_row.data, x_row.scale, x_row.amax)
@@ -79,49 +104,64 @@ class Linear(Link):
             kept_x = (x, None, None)
         elif x_col is not None:
             kept_x = _stored(x_col)
-        # Backward casts the weight again: by the scale of now, or from the amax that is known.
-        recasts = need_dx and call.workspace is None and not plan.w_row.tiled
-        w_scale = w_row.amax if recasts else None
-        kept_w = call.workspace[1] if call.workspace is not None and need_dx else NONE
-        return y, (*kept_x, *kept_w, weight if need_dx else None, w_scale)
+        return y, (*kept_x, *kept_w)
 
     @staticmethod
     def backward(
-        grad: Tensor, kept: list[Any], call: Call
+        grad: Any, kept: list[Any], call: Call
     ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
         """(dx, (dweight, dbias)) of `grad[M, N]`; `kept` is emptied.
 
         wgrad comes first: once it is done, two of the three large operands are free.
         """
-        kept_x, kept_w, weight, w_scale = kept[:3], kept[3:6], kept[6], kept[7]
+        kept_x, kept_w = kept[:3], kept[3:]
         kept.clear()
-        plan, (need_dx, need_dw, need_db) = call.plan, call.needs
+        if grad is None:
+            return None, (None, None)
         m = grad.shape[0]
-        db = grad.sum(0) if need_db else None
-        g_row, g_col = _gradient(grad, call)
-        dx: Any = None
+        g_row, g_col, db = cast_gradient(grad, call)
         dw: Tensor | None = None
-        if need_dw:
-            x_col = _input_col(kept_x, call, m, grad)
+        if call.needs[1]:
+            x_col = _input_col(kept_x, call, m, g_col.data)
             kept_x.clear()
-            if call.defer is not None:
-                call.defer(g_col, x_col, call)
-            else:
-                dw = wgrad(g_col, x_col, call)
+            dw = wgrad(g_col, x_col, call)
             del x_col
         del g_col
-        if need_dx:
-            w_col = _weight_col(weight, kept_w, w_scale, g_row.data, call)
-            dx = gemm(g_row, w_col, call.dtype, fast=plan.fast[1])
-            if call.grad_input is not None:
-                dx = _quantized_grad(dx, call)
-        if call.slots is not None and plan.update is not None:
-            update(call.slots, plan.update, call.group)
+        dx = dgrad(g_row, kept_w, call)
+        finish(call)
         return dx, (dw, db)
 
 
+# ------------------------------------------------------------------------------- the three products
+def fprop(
+    x_row: Operand, weight: Any, bias: Tensor | None, call: Call
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """(y, what dgrad needs)."""
+    plan, (need_dx, _, _) = call.plan, call.needs
+    w_row = _weight_row(weight, call, need_dx)
+    y = gemm(x_row, w_row, call.dtype, bias=bias, fast=plan.fast[0])
+    # Backward casts the weight again: by the scale of now, or from the amax that is known.
+    recasts = need_dx and call.workspace is None and not plan.w_row.tiled
+    w_scale = w_row.amax if recasts else None
+    kept_w = call.workspace[1] if call.workspace is not None and need_dx else NONE
+    return y, (*kept_w, weight if need_dx else None, w_scale)
+
+
+def dgrad(g_row: Operand | None, kept_w: list[Any], call: Call) -> Any:
+    """The gradient of x, or None; `kept_w` is what fprop kept."""
+    if not call.needs[0]:
+        return None
+    assert g_row is not None
+    w_col = _weight_col(kept_w[3], kept_w[:3], kept_w[4], g_row.data, call)
+    dx = gemm(g_row, w_col, call.dtype, fast=call.plan.fast[1])
+    return dx if call.grad_input is None else _quantized_grad(dx, call)
+
+
 def wgrad(g_col: Operand, x_col: Operand, call: Call) -> Tensor | None:
-    """The weight's gradient, or None once `main_grad` has it."""
+    """The weight's gradient, or None once `main_grad` has it, or where it is deferred."""
+    if call.defer is not None:
+        call.defer(g_col, x_col, call._replace(defer=None))
+        return None
     fast, out = call.plan.fast[2], call.main_grad
     if out is None:
         return gemm(g_col, x_col, call.grad_dtype, fast=fast)
@@ -130,6 +170,12 @@ def wgrad(g_col: Operand, x_col: Operand, call: Call) -> Tensor | None:
         return None
     make = torch.zeros if call.dummy else torch.empty
     return make(out.shape, dtype=call.grad_dtype, device=out.device)
+
+
+def finish(call: Call) -> None:
+    """The end of a backward: delayed scaling's step."""
+    if call.slots is not None and call.plan.update is not None:
+        update(call.slots, call.plan.update, call.group)
 
 
 def _quantized_grad(dx: Tensor, call: Call) -> Any:
@@ -142,6 +188,12 @@ def _quantized_grad(dx: Tensor, call: Call) -> Any:
 
 
 # ----------------------------------------------------------------------------------------- operands
+def _casts(plan: Plan, saves_input: bool) -> bool:
+    """Whether the input is read by casts alone, so that it need not exist."""
+    again = saves_input or plan.override == "high_precision" or plan.col_from_row[0]
+    return plan.x_row.layout[0] is torch.uint8 and not again
+
+
 def _input(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]:
     plan = call.plan
     col = plan.x_col if need_col else None
@@ -155,6 +207,7 @@ def _input(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]
         seed=call.seed,
         keep_col=True,
         keep_row=plan.override == "dequantized" or plan.col_from_row[0],
+        after=call.after,
     )
     assert row_operand is not None
     if col is not None and plan.col_from_row[0]:
@@ -163,7 +216,7 @@ def _input(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]
     return row_operand, col_operand
 
 
-def _input_col(kept: list[Any], call: Call, m: int, grad: Tensor) -> Operand:
+def _input_col(kept: list[Any], call: Call, m: int, after: Tensor) -> Operand:
     plan = call.plan
     x, scale, amax = kept
     if plan.override == "dequantized":
@@ -173,28 +226,31 @@ def _input_col(kept: list[Any], call: Call, m: int, grad: Tensor) -> Operand:
     if plan.override:
         return _high(x.t())
     if call.save_input:
-        made = operands(x, None, plan.x_col, seed=call.seed, after=grad)[1]
+        made = operands(x, None, plan.x_col, seed=call.seed, after=after)[1]
         assert made is not None
         return made
     return column(x, scale, amax, plan.x_col, m)
 
 
-def _gradient(grad: Tensor, call: Call) -> tuple[Any, Any]:
-    plan, (need_dx, need_dw, _) = call.plan, call.needs
+def cast_gradient(grad: Any, call: Call) -> tuple[Any, Any, Tensor | None]:
+    """(row operand, column operand, gradient of the bias), those that are needed."""
+    plan, (need_dx, need_dw, need_db) = call.plan, call.needs
+    if isinstance(grad, Gradient):
+        return grad.row, grad.col, grad.of_bias if need_db else None
+    db = grad.sum(0) if need_db else None
     if plan.override:
-        return _high(grad), _high(grad.t())
+        return _high(grad), _high(grad.t()), db
     row = plan.g_row if need_dx else None
     col = plan.g_col if need_dw else None
     if row is None and col is None:
-        return None, None
+        return None, None, db
     if col is not None and plan.col_from_row[2]:
-        first = operands(grad, plan.g_row, None, live=call.live[2], seed=call.seed, keep_row=True)[
-            0
-        ]
+        live, seed = call.live[2], call.seed
+        first = operands(grad, plan.g_row, None, live=live, seed=seed, keep_row=True)[0]
         assert first is not None
         again = _dequantized(first, grad.shape, grad.dtype)
-        return first, operands(again, None, col, seed=call.seed)[1]
-    return operands(grad, row, col, live=call.live[2], seed=call.seed)
+        return first, operands(again, None, col, seed=seed)[1], db
+    return *operands(grad, row, col, live=call.live[2], seed=call.seed), db
 
 
 def _weight_row(weight: Any, call: Call, keep_amax: bool = False) -> Operand:
@@ -213,6 +269,7 @@ def _weight_row(weight: Any, call: Call, keep_amax: bool = False) -> Operand:
         live=call.live[1],
         keep_amax=keep_amax,
         keep_row=plan.override == "dequantized",
+        after=call.after,
     )[0]
     assert made is not None
     return made

@@ -29,12 +29,13 @@ class CachesWeight(Module):
     _preallocated: str  # Plan.weight_key of a workspace held in buffers, or ""
     _init_recipe: Recipe | None
 
-    def _weights(self) -> list[Any]:
-        """The parameters that are cast, together, as one weight."""
-        raise NotImplementedError
+    def _workspace(
+        self, weight: Any, owners: list[Any], begun: Begun, first: bool | None, need_col: bool
+    ) -> Any:
+        """The copies of a cached weight, or None to cast it in the operation.
 
-    def _workspace(self, weight: Any, begun: Begun, first: bool | None, need_col: bool) -> Any:
-        """The copies of a cached weight, or None to cast it in the operation."""
+        `owners` are the parameters that are cast, together, as one weight.
+        """
         plan = begun.plan
         if isinstance(weight, QuantizedTensorStorage) or plan.w_row.layout[0] is not torch.uint8:
             return None
@@ -51,7 +52,7 @@ class CachesWeight(Module):
         update = first is not False
         if first is None:
             # Of the parameters: those of a split module are joined anew at every call.
-            version = tuple([(w.data_ptr(), w._version) for w in self._weights()])
+            version = tuple([(w.data_ptr(), w._version) for w in owners])
             update = version != self._cached_version
             self._cached_version = version
         with unseen(begun.entry is not None):
@@ -100,10 +101,9 @@ class CachesWeight(Module):
             self.register_buffer(f"_workspace_{i}", t, persistent=False)
         self._preallocated = new.key
 
-    def _preallocate(self) -> None:
+    def _preallocate(self, weight: Any) -> None:
         recipe = self._init_recipe or STATE.recipe or get_default_recipe()
         plan = recipe.plan(*self._roles(recipe))
-        (weight,) = self._weights()
         if isinstance(weight, QuantizedTensorStorage) or weight.is_meta:
             return
         if plan.w_row.layout[0] is torch.uint8:

@@ -89,17 +89,22 @@ class Plan(Record):
     )  # fmt: skip
     weight_key: str  # what a cached weight was cast by, as a string: graphs can store one
     stochastic: bool
+    input_amax: bool  # whether the input's scale comes from its amax
 
     def _derived(self) -> dict[str, Any]:
         casts = (self.x_row, self.x_col, self.w_row, self.w_col, self.g_row, self.g_col)
         return {
             "weight_key": f"{self.w_row!r} {self.w_col!r} {self.delayed[1]}",
             "stochastic": any(cast.stochastic for cast in casts),
+            "input_amax": not (self.x_row.tiled or self.delayed[0] or self.x_row.layout[0] is None),
         }
 
 
 register(DelayedUpdate, real=(*DelayedUpdate._fields, "_key", "__eq__", "replace"))
-register(Plan, real=(*Plan._fields, "weight_key", "stochastic", "_key", "__eq__", "replace"))
+register(
+    Plan,
+    real=(*Plan._fields, "weight_key", "stochastic", "input_amax", "_key", "__eq__", "replace"),
+)
 
 
 def make_plan(recipe: Recipe, fwd_roles: Roles, bwd_roles: Roles) -> Plan:

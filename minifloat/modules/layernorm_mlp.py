@@ -1,0 +1,354 @@
+"""`LayerNormMLP`: a norm, a linear layer, an activation, a linear layer.
+
+The activation is never in memory in high precision: what fc2 multiplies is made of fc1's output
+while it is cast, and made again in backward, together with the gradient that fc1 multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.activation import ActivatedCall, ActivatedLinear, Activation, ActivationCall, fusable
+from ..core.linear import Call
+from ..core.link import Tap
+from ..core.recompute import Recomputed, RecomputedCall, RecomputedPair
+from ..module import Module
+from ..producer import activation as activation_of
+from ..recipe.roles import QuantizerRole
+from ..tensors import QuantizedTensorStorage
+from .normed import Normed
+from .parameters import default_device, default_init, initialise, quantized_parameter
+from .projection import Projection, refuse_unsupported, run
+
+__all__ = ["LayerNormMLP"]
+
+
+class _Part(Projection):
+    """fc1 or fc2: everything of it but the parameters, which the MLP has."""
+
+    def __init__(self, sizes: tuple[int, int], where: str, **options: Any) -> None:
+        nn.Module.__init__(self)
+        self._setup_projection(where=where, **options)
+        self._shard(*sizes, where)
+
+
+class LayerNormMLP(Module, Normed):
+    """`y = act(norm(x) w1^T + b1) w2^T + b2`; see `docs/layers.md` for every argument.
+
+    The parameters are `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`,
+    `fc2_weight` and `fc2_bias`, all on this module; `fc1` and `fc2` hold what else the two layers
+    keep. With `checkpoint` the norm, fc1 and the activation are computed again in backward, which
+    keeps the input alone.
+    """
+
+    fc1_weight: Any
+    fc1_bias: Any
+    fc2_weight: Any
+    fc2_bias: Any
+
+    def __init__(  # noqa: PLR0913  (the contract's signature)
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+        *,
+        cache_weights: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        where = f"LayerNormMLP({name})" if name else "LayerNormMLP"
+        refuse_unsupported(
+            where,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        self.name = name
+        self.activation, self.checkpoint = activation, checkpoint
+        self._act = _activation(activation, activation_params, where)
+        self.return_bias, self.use_bias = return_bias, bias
+        self.apply_bias = bias and not return_bias
+        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.set_parallel_mode = set_parallel_mode
+        device = default_device(device)
+        dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        wide = 2 * ffn_hidden_size if self._act.gated else ffn_hidden_size
+        self.fc1, self.fc2 = (
+            _Part(
+                sizes,
+                where,
+                name=f"{name}.{part}" if name else part,
+                device=device,
+                parallel_mode=mode if set_parallel_mode else None,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                tp_size=tp_size,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                delay_wgrad_compute=delay_wgrad_compute,
+                cache_weights=cache_weights,
+            )
+            for part, mode, sizes in (
+                ("fc1", "column", (hidden_size, wide)),
+                ("fc2", "row", (ffn_hidden_size, hidden_size)),
+            )
+        )
+        # What one part hands to the other is of the other's role.
+        self.fc1._output_role = QuantizerRole("linear", "input", self.fc2.name or "")
+        self.fc2._grad_input_role = QuantizerRole("linear", "grad_output", self.fc1.name or "")
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.tp_size = self.fc1.tp_size
+        self.sequence_parallel = self.fc1.sequence_parallel and set_parallel_mode
+        first = default_init if init_method is None else init_method
+        last = first if output_layer_init_method is None else output_layer_init_method
+        self._init_methods = (first, last)
+        self._tracker = get_rng_state_tracker
+        self._make_norm(
+            hidden_size, eps, normalization, zero_centered_gamma, self.sequence_parallel, dtype,
+            device, where,
+        )  # fmt: skip
+        for part, of in self._parts():
+            shape = (of.out_features, of.in_features)
+            weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+            self.register_parameter(f"{part}_weight", weight)
+            vector = torch.zeros(of.out_features, dtype=dtype, device=device)
+            self.register_parameter(f"{part}_bias", nn.Parameter(vector) if bias else None)
+        self.reset_parameters(defer_init=device.type == "meta")
+        if cache_weights:
+            for part, of in self._parts():
+                of._preallocate(getattr(self, f"{part}_weight"))
+
+    def _parts(self) -> tuple[tuple[str, _Part], tuple[str, _Part]]:
+        return ("fc1", self.fc1), ("fc2", self.fc2)
+
+    # ------------------------------------------------------------------------------ parameters
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise; with `defer_init` only mark the parameters. Meta parameters are made real."""
+        if not defer_init:
+            for name, parameter in list(self.named_parameters(recurse=False)):
+                if parameter.is_meta:
+                    real = torch.empty_like(parameter, device=default_device(None))
+                    made = nn.Parameter(real, parameter.requires_grad)
+                    self.register_parameter(name, made)
+            for (part, of), method in zip(self._parts(), self._init_methods, strict=True):
+                self._initialise(part, of, method)
+        self._reset_norm()
+        for part, of in self._parts():
+            row = of.parallel_mode == "row"
+            w, b = getattr(self, f"{part}_weight"), getattr(self, f"{part}_bias")
+            w.tensor_model_parallel = True
+            w.partition_dim, w.partition_stride = int(row), 1
+            if b is not None and row:
+                b.sequence_parallel = self.sequence_parallel
+            elif b is not None and of.parallel_mode == "column":
+                b.tensor_model_parallel = True
+                b.partition_dim, b.partition_stride = 0, 1
+
+    def _initialise(self, part: str, of: _Part, method: Callable[[Tensor], Any]) -> None:
+        if of.delayed.scale_input.is_meta:
+            of.delayed.to_empty(device=default_device(None))
+        weight, bias = getattr(self, f"{part}_weight"), getattr(self, f"{part}_bias")
+        initialise([weight], method, self._tracker, None, self._where())
+        if bias is not None:
+            with torch.no_grad():
+                bias.zero_()
+        of.delayed.reset()
+        if of._init_recipe is not None:
+            roles = of.get_quantizer_roles(fwd=True, num_quantizers=3)
+            made = quantized_parameter(
+                weight.detach(), of._init_recipe, roles, of.delayed, of._preserve
+            )
+            self.register_parameter(f"{part}_weight", made)
+
+    def set_tensor_parallel_group(self, group: Any) -> None:
+        """The ranks over which tensor parallelism runs; None takes them away."""
+        for _, of in self._parts():
+            of.set_tensor_parallel_group(group)
+
+    def get_quantizer_roles(
+        self, *, fwd: bool, num_quantizers: int
+    ) -> list[QuantizerRole | None] | None:
+        """Those of fc1, then those of fc2."""
+        half = num_quantizers // 2
+        found = [of.get_quantizer_roles(fwd=fwd, num_quantizers=half) for _, of in self._parts()]
+        return [role for roles in found for role in roles or ()]
+
+    @property
+    def output_quantizer_role(self) -> QuantizerRole | None:
+        """Who consumes the output; None: nobody in particular."""
+        return self.fc2.output_quantizer_role
+
+    @output_quantizer_role.setter
+    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self.fc2.output_quantizer_role = role
+
+    @property
+    def grad_input_quantizer_role(self) -> QuantizerRole | None:
+        """Who consumes the gradient of the input."""
+        return self.fc1.grad_input_quantizer_role
+
+    @grad_input_quantizer_role.setter
+    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self.fc1.grad_input_quantizer_role = role
+
+    def extra_repr(self) -> str:
+        text = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"
+        text += f", bias={self.use_bias}, activation={self.activation}"
+        return text + f", normalization={self.normalization}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for _, of in self._parts():
+            of._cached, of._cached_version = None, ()  # it is not moved along
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    # ------------------------------------------------------------------------------- forward
+    def forward(self, inp: Any, is_first_microbatch: bool | None = None) -> Any:
+        """`inp[..., hidden_size] -> [..., hidden_size]`.
+
+        The result is the output, then the bias of fc2 with `return_bias`, then the norm's output
+        with `return_layernorm_output`: a tuple if there is more than one. `is_first_microbatch` is
+        `Linear`'s, for both weights.
+        """
+        fc1, fc2 = self.fc1, self.fc2
+        w1, w2 = self.fc1_weight, self.fc2_weight
+        b1, b2 = self.fc1_bias, self.fc2_bias
+        inp = self._check(inp, w1)
+        begun1, begun2 = fc1._begin(), fc2._begin()
+        fc1._advise(begun1, inp)
+        fc2._advise(begun2, inp)
+        weight1 = fc1._weight(w1, inp.dtype, begun1)
+        weight2 = fc2._weight(w2, inp.dtype, begun2)
+        row = fc2.parallel_mode == "row" and fc2.tp_size > 1
+        fused2 = b2 if self.apply_bias and not row else None
+        grads = torch.is_grad_enabled()
+        needs_norm = self._norm_needs(inp)
+        needs1 = (
+            True in needs_norm,
+            grads and weight1.requires_grad,
+            grads and b1 is not None and b1.requires_grad,
+        )
+        needs2 = (
+            True in needs1,
+            grads and weight2.requires_grad,
+            grads and fused2 is not None and fused2.requires_grad,
+        )
+        call1 = fc1._call(begun1, needs1, inp, weight1, [w1], is_first_microbatch)
+        call2 = fc2._call(begun2, needs2, inp, weight2, [w2], is_first_microbatch)
+        lazy = not self.return_layernorm_output
+        norm = self._norm_link(inp, begun1.plan, lazy)
+        links = self._chain(norm, call1, call2, inp)
+        params = (self.layer_norm_weight, self.layer_norm_bias, weight1, b1, weight2, fused2)
+        if begun1.calibration is not None or begun2.calibration is not None:
+            self._calibrate(inp, norm, call1, (weight1, b1, weight2), (begun1, begun2))
+        y = run(links, inp, params, True in needs2)
+        fc1._end(begun1)
+        fc2._end(begun2)
+        ln_out = None
+        if self.return_layernorm_output:
+            y, ln_out = y
+        if self.apply_bias and row and b2 is not None:
+            y = y + b2
+        extra = (*((b2,) if self.return_bias else ()), *(() if ln_out is None else (ln_out,)))
+        return (y, *extra) if extra else y
+
+    def _chain(self, norm: Any, call1: Call, call2: Call, inp: Any) -> tuple[Any, ...]:
+        first, second = self.fc1._links(call1, inp), self.fc2._links(call2, inp)
+        after = second[1:]  # a collective
+        links: tuple[Any, ...] = (norm, *first)
+        last: Any = None
+        if fusable(call1, call2):
+            last = (ActivatedLinear, ActivatedCall(self._act, call1, call2))
+        else:
+            links = (*links, (Activation, ActivationCall(self._act, call2.dtype)), second[0])
+        shown: tuple[Any, ...] = ()
+        op: Any = Recomputed
+        if self.return_layernorm_output:  # it exists anyway: what follows is computed again
+            at = len(first) if self.return_layernorm_output_gathered else 1
+            shown, links, op = (*links[:at], (Tap, None)), links[at:], RecomputedPair
+        if self.checkpoint:
+            return (*shown, (op, RecomputedCall(links, last)), *after)
+        return (*shown, *links, *(() if last is None else (last,)), *after)
+
+    def _check(self, inp: Any, weight: Any) -> Any:
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"{self._where()}: inp: got {type(inp).__name__}; a tensor is needed")
+        if inp.dim() == 0 or inp.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"{self._where()}: inp: got shape {tuple(inp.shape)}; its last dim must be "
+                f"hidden_size={self.hidden_size}"
+            )
+        inp = self.fc1._check_input(inp, weight)
+        return inp.dequantize() if isinstance(inp, QuantizedTensorStorage) else inp
+
+    def _calibrate(
+        self, inp: Any, norm: Any, call1: Call, params: tuple[Any, ...], begun: tuple[Any, Any]
+    ) -> None:
+        """Record what the two layers would quantize, for a recipe that scales by history."""
+        weight1, b1, weight2 = params
+        with torch.no_grad():
+            x = inp.reshape(-1, inp.shape[-1])
+            op, call = norm
+            y, _ = op.compute(
+                x, (self.layer_norm_weight, self.layer_norm_bias), call._replace(lazy=False)
+            )
+            h = torch.nn.functional.linear(y, weight1, b1)
+            act, _ = Activation.compute(h, (), ActivationCall(self._act, inp.dtype))
+            self.fc1._calibrate(y, weight1, begun[0])
+            self.fc2._calibrate(act.value(), weight2, begun[1])
+
+    # --------------------------------------------------------------------------- later wgrad
+    def need_backward_dw(self) -> bool:
+        """Whether `backward_dw` has anything to do with this module."""
+        return self.fc1.wgrad_store.enabled
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients that the oldest backward left: fc2's, then fc1's."""
+        if self.need_backward_dw():
+            for part, of in reversed(self._parts()):
+                of._backward_dw([getattr(self, f"{part}_weight")], [of.out_features])
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """`hook()` runs after each `backward_dw`."""
+        self.fc1.wgrad_store.hooks.append(hook)
+
+
+def _activation(name: str, params: dict[str, Any] | None, where: str) -> Any:
+    try:
+        return activation_of(name, **(params or {}))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: activation: {error}") from None

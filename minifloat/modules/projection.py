@@ -1,0 +1,372 @@
+"""`Projection`: one quantized product of a module, without its parameters.
+
+What a weight needs besides its values is here: delayed scaling's state, its workspace, the options
+of training, tensor parallelism. A forward reads the ambient state once, makes a `Call`, and hands
+plain data to the core. A module that has one weight is a projection; one that has more holds more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..autograd import chain
+from ..core import collectives
+from ..core.linear import Call
+from ..core.linear import Linear as LinearOp
+from ..module import Begun
+from ..recipe.autocast import STATE
+from ..tensors import QuantizedTensorStorage
+from .advice import SETTLED, advise
+from .cached import CachesWeight
+from .wgrad import WeightGradStore
+from .workspace import Cached
+
+__all__ = ["ModeError", "Projection", "refuse_unsupported", "run"]
+
+MODES = (None, "column", "row")
+
+
+class Projection(CachesWeight):
+    """`y = x w^T + bias` in the middle of a chain; `weight` is an argument of everything here.
+
+    `owners` are the parameters that make up the weight: more than one where it is split.
+    """
+
+    in_features: int
+    out_features: int
+
+    def _setup_projection(  # noqa: PLR0913  (the options of training)
+        self,
+        *,
+        name: str | None,
+        device: torch.device,
+        where: str,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        cache_weights: bool = False,
+    ) -> None:
+        """Call once, after `nn.Module.__init__`."""
+        if parallel_mode not in MODES:
+            raise ModeError(
+                f"{where}: parallel_mode: got {parallel_mode!r}; allowed: None, 'column', 'row'"
+            )
+        self._setup(name, device)
+        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self._tp: collectives.Group | None = None
+        if tp_group is not None:
+            self.set_tensor_parallel_group(tp_group)
+        self.parallel_mode = parallel_mode
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
+        self.cache_weights = cache_weights
+        self.wgrad_store = WeightGradStore(delay_wgrad_compute)
+        self._init_recipe, self._preserve = STATE.init, STATE.preserve
+        # Whether a call has more to it than its recipe: most have not, and cost less.
+        self._special = (
+            fuse_wgrad_accumulation or delay_wgrad_compute or save_original_input or cache_weights
+        )
+        self._cached: Cached | None = None
+        self._cached_version: tuple[tuple[int, int], ...] = ()
+        self._preallocated = ""  # Plan.weight_key of a workspace held in buffers
+
+    def _shard(self, in_features: int, out_features: int, where: str) -> None:
+        """This rank's sizes of a weight."""
+        column = self.tp_size if self.parallel_mode == "column" else 1
+        row = self.tp_size if self.parallel_mode == "row" else 1
+        for size, ways, argument in (
+            (out_features, column, "out_features"),
+            (in_features, row, "in_features"),
+        ):
+            if size % ways:
+                raise ValueError(f"{where}: {argument}={size}: tp_size={ways} does not divide it")
+        self.in_features, self.out_features = in_features // row, out_features // column
+
+    def set_tensor_parallel_group(self, group: Any) -> None:
+        """The ranks over which tensor parallelism runs; None takes them away."""
+        size = self.tp_size if group is None else torch.distributed.get_world_size(group)
+        if size != self.tp_size:
+            raise ValueError(
+                f"{self._where()}: group: got one of {size} ranks; the parameters were made for "
+                f"tp_size={self.tp_size}: give it at construction"
+            )
+        self._tp = None if group is None else collectives.Group(str(group.group_name), size)
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether the weight itself is quantized."""
+        return self._init_recipe is not None
+
+    # ------------------------------------------------------------------------------- a forward
+    def _weight(self, weight: Any, dtype: torch.dtype, begun: Begun) -> Any:
+        """The weight as this plan reads it."""
+        if isinstance(weight, QuantizedTensorStorage):
+            return self._check_quantized(weight, begun)
+        if begun.plan.w_row.layout[0] is None and weight.dtype != dtype:
+            return weight.to(dtype)  # torch.autocast
+        return weight
+
+    def _advise(self, begun: Begun, inp: Any) -> None:
+        plan = begun.plan
+        if not torch.compiler.is_compiling() and (id(plan), inp.device) not in SETTLED:
+            tokens, features = inp.shape[:-1].numel(), (self.in_features, self.out_features)
+            advise(self._where(), plan, tokens, *features, inp.device)
+
+    def _call(
+        self,
+        begun: Begun,
+        needs: tuple[bool, bool, bool],
+        inp: Any,
+        weight: Any,
+        owners: list[Any],
+        first: bool | None,
+        fp8_grad: bool = False,
+    ) -> Call:
+        """The operation's arguments. `inp` tells dtype and device."""
+        plan = begun.plan
+        slots = begun.slots if needs[0] or needs[1] else None
+        sizes = (inp.dtype, weight.dtype, self.in_features)
+        common = (plan, needs, *sizes, begun.live, slots, begun.group)
+        if not (self._special or first is not None or fp8_grad or plan.stochastic):
+            return Call(*common)
+        return Call(
+            *common,
+            self._workspace(weight, owners, begun, first, needs[0]),
+            *self._main_grad(weight, owners, first),
+            self._seed(plan, inp),
+            self._saves_input(plan),
+            self._grad_input_quantizer(plan, fp8_grad),
+            self.wgrad_store.put if self._defers(needs[1]) else None,
+        )
+
+    def _links(self, call: Call, inp: Any) -> tuple[Any, ...]:
+        """The operation, between its collectives."""
+        if self._tp is not None and self._tp.size > 1 and self.parallel_mode is not None:
+            return self._parallel(call, inp)
+        if self.tp_size > 1 and self.parallel_mode is not None:
+            raise RuntimeError(
+                f"{self._where()}: tp_size={self.tp_size} without a process group; pass tp_group "
+                "or call set_tensor_parallel_group(group)"
+            )
+        return ((LinearOp, call),)
+
+    def _parallel(self, call: Call, inp: Any) -> tuple[Any, ...]:
+        """The operation between its collectives."""
+        assert self._tp is not None
+        sequence, size = self.sequence_parallel, self._tp.size
+        if sequence and inp.dim() < 2:
+            raise ValueError(
+                f"{self._where()}: inp: got shape {tuple(inp.shape)}; sequence_parallel splits "
+                "the first dim of [sequence, ..., features]"
+            )
+        if self.parallel_mode == "column":
+            first = collectives.Gather if sequence else collectives.Replicate
+            if call.grad_input is None:
+                return (first, self._tp), (LinearOp, call)
+            # What is quantized is the sum over the ranks, and it ends the backward.
+            inner = call._replace(grad_input=None, slots=None)
+            return (collectives.QuantizeGrad, call), (first, self._tp), (LinearOp, inner)
+        if sequence and inp.shape[0] % size:
+            raise ValueError(
+                f"{self._where()}: inp: got shape {tuple(inp.shape)}; sequence_parallel splits "
+                f"the first dim of the output, {inp.shape[0]}, which tp_size={size} does not divide"
+            )
+        last = collectives.ReduceScatter if sequence else collectives.AllReduce
+        return (LinearOp, call), (last, self._tp)
+
+    def _check_input(self, inp: Any, weight: Any) -> Any:
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"{self._where()}: inp: got {type(inp).__name__}; a tensor is needed")
+        if inp.dim() == 0 or inp.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{self._where()}: inp: got shape {tuple(inp.shape)}; its last dim must be "
+                f"in_features={self.in_features}"
+            )
+        if torch.is_autocast_enabled(inp.device.type):
+            return inp.to(torch.get_autocast_dtype(inp.device.type))
+        if inp.dtype != weight.dtype:
+            raise TypeError(
+                f"{self._where()}: inp: got {inp.dtype}, the parameters {weight.dtype}; convert "
+                "one of them, or run under torch.autocast"
+            )
+        return inp
+
+    def _check_quantized(self, weight: Any, begun: Begun) -> Any:
+        plan = begun.plan
+        if plan.w_row.layout[0] is not torch.uint8:
+            if not torch.compiler.is_compiling():
+                warnings.warn(
+                    f"{self._where()}: a quantized weight outside autocast is dequantized",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            return weight.dequantize()
+        if weight._cast(False).format_name != plan.w_row.format_name:
+            raise RuntimeError(
+                f"Recipe mismatch for '{self._where()}': the weight was quantized as "
+                f"{weight._cast(False).format_name}, and {plan.name} multiplies "
+                f"{plan.w_row.format_name}; use the recipe of quantized_model_init"
+            )
+        return weight
+
+    def _check_quantized_input(self, inp: Any, plan: Any, need_col: bool) -> Any:
+        """A quantized input as it is, if it is cast as the recipe casts; else its values."""
+        if not torch.compiler.is_compiling() and inp._with_gemm_swizzled_scales:
+            return inp.dequantize()  # a UsageError that says so
+        if not _reads_as(inp.operand(False).cast, plan.x_row):
+            return inp.dequantize()
+        if need_col and not _reads_as(inp.operand(True).cast, plan.x_col):
+            return inp.dequantize()
+        return inp
+
+    def _calibrate(self, inp: Tensor, weight: Tensor, begun: Begun) -> None:
+        """Record amaxes for a recipe that scales by history, without quantizing."""
+        plan = begun.calibration
+        assert plan is not None
+        if plan.update is None or begun.replays:
+            return
+        self.delayed.used = True
+        with torch.no_grad():
+            for i, slot, x, cast in (
+                (0, "input", inp, plan.x_row),
+                (1, "weight", weight, plan.w_row),
+            ):
+                if plan.delayed[i]:
+                    amax = self.delayed.live(slot)[1]
+                    amax.copy_(torch.maximum(amax, dispatch.amax(x.detach(), cast, None)[0]))
+
+    def _main_grad(
+        self, weight: Any, owners: list[Any], first: bool | None
+    ) -> tuple[Any, bool, bool | None]:
+        """(main_grad, whether to overwrite it, dummy gradient: None, or whether it is zeros)."""
+        if not self.fuse_wgrad_accumulation or not weight.requires_grad:
+            return None, False, None
+        weight = owners[0]
+        main_grad = (
+            weight.get_main_grad()
+            if hasattr(weight, "__fsdp_param__")
+            else getattr(weight, "main_grad", None)
+        )
+        if main_grad is None:
+            raise RuntimeError(
+                f"{self._where()}: fuse_wgrad_accumulation without weight.main_grad; set it to an "
+                "fp32 or bf16 tensor of the weight's shape"
+            )
+        dummy = None
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+            dummy = bool(getattr(weight, "zero_out_wgrad", False))
+        overwrite = first is True or bool(getattr(weight, "overwrite_main_grad", False))
+        return main_grad, overwrite, dummy
+
+    def _seed(self, plan: Any, inp: Tensor) -> Tensor | None:
+        if not plan.stochastic:
+            return None
+        return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=inp.device)
+
+    def _saves_input(self, plan: Any) -> bool:
+        if not self.save_original_input:
+            return False
+        if plan.delayed[0]:
+            raise ValueError(
+                f"{self._where()}: save_original_input with delayed scaling: the scale moved on "
+                "by backward; use another recipe, or save_original_input=False"
+            )
+        if not plan.requantizes:
+            if not torch.compiler.is_compiling():
+                warnings.warn(
+                    f"{self._where()}: save_original_input is ignored: the quantizer is not "
+                    "safe to run twice",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            return False
+        return True
+
+    def _output_quantizer(self, plan: Any, trains: bool) -> Any:
+        made = self._boundary(plan, plan.output, plan.delayed[2], "output", "fp8_output")
+        # The next layer's weight gradient multiplies the column copy.
+        return made._with_usages(True, True) if trains else made
+
+    def _grad_input_quantizer(self, plan: Any, wanted: bool) -> Any:
+        if not wanted:
+            return None
+        return self._boundary(plan, plan.grad_input, plan.delayed[4], "grad_input", "fp8_grad")
+
+    def _boundary(self, plan: Any, quantizer: Any, delayed: bool, slot: str, argument: str) -> Any:
+        if quantizer is None and not delayed:
+            raise ValueError(
+                f"{self._where()}: {argument}=True outside autocast: nothing says how to quantize; "
+                "enter an autocast, or leave it out"
+            )
+        if not delayed:
+            return quantizer
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{self._where()}: {argument}=True with delayed scaling inside torch.compile: a "
+                "graph cannot return a tensor whose scale is live; use current scaling"
+            )
+        return self.delayed.quantizer(slot, plan)
+
+    def _defers(self, needs_wgrad: bool) -> bool:
+        if not (self.wgrad_store.enabled and needs_wgrad):
+            return False
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{self._where()}: delay_wgrad_compute inside torch.compile: a graph cannot leave "
+                "its gradients for later; compile without it"
+            )
+        return True
+
+    # --------------------------------------------------------------------------- later wgrad
+    def _backward_dw(self, owners: list[Any], rows: list[int]) -> None:
+        """Compute the gradient that the oldest backward left, and store it."""
+        dw = self.wgrad_store.pop(self._where())
+        if dw is not None:
+            for w, part in zip(owners, torch.split(dw, rows), strict=True):
+                made = part.to(w.dtype)
+                w.grad = made if w.grad is None else w.grad + made
+        for hook in self.wgrad_store.hooks:
+            hook()
+
+
+class ModeError(ValueError, AssertionError):
+    """An argument outside its list of values."""
+
+
+def run(links: tuple[Any, ...], inp: Any, params: tuple[Any, ...], trains: bool) -> Any:
+    """The chain, as a module runs it: out of reach of torch.autocast, which has had its say."""
+    if torch.is_autocast_enabled(inp.device.type):  # inp is of its dtype: nothing more to cast
+        off = torch.autocast(inp.device.type, enabled=False)
+        with off, torch.set_grad_enabled(trains):
+            return chain(links, inp, *params)
+    if torch.compiler.is_compiling() and not trains:
+        with torch.no_grad():  # Dynamo miscounts the arguments of a Function without gradients
+            return chain(links, inp, *params)
+    return chain(links, inp, *params)
+
+
+def refuse_unsupported(where: str, **given: Any) -> None:
+    """Userbuffers and the like: any value but the default is an error that names it."""
+    for argument, value in given.items():
+        if value:
+            raise NotImplementedError(
+                f"{where}: {argument}={value!r}: userbuffers and symmetric memory are not "
+                "supported; leave it at its default"
+            )
+
+
+def _reads_as(a: Any, b: Any) -> bool:
+    """Whether codes cast by `a` are read by `b`."""
+    fields = ("format_name", "hadamard", "row_scaled", "scale_max")
+    return all([getattr(a, f) == getattr(b, f) for f in fields])  # noqa: C419  (2.11 traces lists)
