@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 
 from .opaque import Value, register
 
-__all__ = ["ACTIVATIONS", "CUBIC", "GELU", "Activation", "Kind", "Producer", "activation", "columns", "norm"]
+__all__ = [
+    "ACTIVATIONS",
+    "CUBIC",
+    "GELU",
+    "Activation",
+    "Kind",
+    "Producer",
+    "activation",
+    "columns",
+    "norm",
+]
 
 # gelu(x) = x * sigmoid(GELU * (x + CUBIC * x^3))
 GELU = 2 * math.sqrt(2 / math.pi)

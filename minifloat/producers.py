@@ -136,6 +136,10 @@ def _kernels(p: Producer, inputs: Sequence[Tensor | None]) -> Any:
     assert x is not None
     if not x.is_cuda or env.reference_only() or not env.triton_available() or x.numel() == 0:
         return None
+    if p.differentiates:
+        from .kernels import activation_grad
+
+        return activation_grad
     from .kernels import produce
 
     return produce
@@ -169,9 +173,23 @@ def _produce(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -
     kernels = _kernels(p, inputs)
     if kernels is None:
         return _reference(p, inputs, dtype)
+    if p.interleave:
+        return _interleaved(p, inputs, dtype)
     out = _produce_fake(p, inputs, dtype)
     kernels.value(p, _rows(inputs), out)
     return out
+
+
+def _interleaved(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """`_produce` by way of copies whose halves lie apart."""
+    h, *rest = inputs
+    assert h is not None
+    (m, k), n = h.shape, p.interleave
+    apart = h.reshape(m, k // (2 * n), 2, n).transpose(1, 2).reshape(m, k)
+    made = _produce(p.replace(interleave=0), (apart, *rest), dtype)
+    if not p.differentiates:
+        return made
+    return made.reshape(m, 2, k // (2 * n), n).transpose(1, 2).reshape(m, k)
 
 
 def _reference(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -236,7 +254,7 @@ def _quantize(  # noqa: PLR0913  (the operator's)
     keep_amax: bool = False,
 ) -> list[Tensor]:
     kernels = _kernels(p, inputs)
-    if kernels is None or not kernels.fuses(p, dtype, row, col):
+    if kernels is None or p.differentiates or not kernels.fuses(p, inputs, dtype, row, col):
         made = _produce(p, inputs, dtype)
         return dispatch._quantize(made, row, col, row_amax, col_amax, seed, None, keep_amax)
     x = inputs[0]
@@ -312,7 +330,7 @@ def _scaled(  # noqa: PLR0913
 ) -> list[Tensor]:
     kernels = _kernels(p, inputs)
     casts = cast if row else None, cast if col else None
-    if kernels is None or not kernels.fuses(p, dtype, *casts):
+    if kernels is None or p.differentiates or not kernels.fuses(p, inputs, dtype, *casts):
         made = _produce(p, inputs, dtype)
         return dispatch._quantize_scaled(made, scale, amax, cast, row, col, keep_scale)
     x = inputs[0]

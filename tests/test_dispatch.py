@@ -100,7 +100,7 @@ def assert_bits(a: list[Tensor], b: list[Tensor]) -> None:
     for x, y in zip(a, b, strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
         if x.numel():
-            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+            assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
 def assert_same_kind(fake: list[Tensor], real: list[Tensor]) -> None:

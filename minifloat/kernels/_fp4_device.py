@@ -4,12 +4,8 @@ A *block* is 16 consecutive elements of the contraction. Blocks lie across a `Bl
 register tensors of one shape, so that transform, amax, codes and packing are elementwise: no thread
 needs another one's elements.
 
-A *code* travels as int32 `_BIAS | magnitude`: the bits of the float `1.5 * 2**23 + magnitude`,
-whose ulp is 1 (a stochastic one, of 64 + magnitude, less a fraction). Eight are packed by shifted
-sums; their biases add up to a constant.
-
-The bits are those of `reference`, which has no fused operations: without `enable_fp_fusion=False`,
-`|x| * multiplier` would melt into the add after it.
+Codes are made in `_fp4_codes`. Offsets of rows and columns come in a dtype in which a tile's
+addresses fit: int32 for most tensors (0.6 instructions per element fewer in rows).
 """
 
 # mypy: disable-error-code="assignment, misc, var-annotated"
@@ -22,12 +18,26 @@ import triton.language as tl
 
 from ..formats import E2M1, E4M3, FP32_MAX
 from ._device import IS_PTX, abs_bits, abs_times, high, low, max2
+from ._fp4_codes import (
+    anchor,
+    biased,
+    code_biased,
+    code_halved,
+    code_stochastic,
+    code_value,
+    pack8,
+    philox,
+    seed_words,
+    unbiased,
+    with_sign,
+)
 
 __all__ = [
     "amax_block",
     "amax_words",
     "global_scale",
     "hadamard_block",
+    "hadamard_sums",
     "load_col_block",
     "load_col_words",
     "load_row_block",
@@ -35,8 +45,11 @@ __all__ = [
     "multipliers",
     "quantize_block",
     "scale_block",
+    "scattered",
     "stack",
     "store_words",
+    "tops_amax",
+    "tops_words",
     "words_of_columns",
     "words_of_rows",
 ]
@@ -45,30 +58,19 @@ _FP32_MAX = tl.constexpr(FP32_MAX)
 _E2M1_MAX = tl.constexpr(E2M1.max)
 _E4M3_MAX = tl.constexpr(E4M3.max)
 _NAN8 = tl.constexpr(0x7F)  # E4M3 of NaN
+_INF = tl.constexpr(0x7F800000)
+# 20 exponents, and 152 ulps (an even number), which make the byte of 0 end with eight zero bits.
+_STEP = tl.constexpr((20 << 23) + 152)
+_LEAST_STEP = tl.constexpr(((127 - 6 + 20) << 23) + 152)
 _NAN4 = tl.constexpr(0x77777777)  # eight E2M1 codes of NaN
-_SIGNS = tl.constexpr(0x88888888 - 2**32)  # the sign bits of eight codes
-_SIGN = tl.constexpr(-(2**31))
 _ABS2 = tl.constexpr(0x7FFF7FFF)  # two bf16 numbers without their signs
-_ROUND = tl.constexpr(1.5 * 2**23)  # adding it rounds to an integer, ties to even
-_BIAS = tl.constexpr(0x4B400000)  # its bits
-_BIASES = tl.constexpr(0x4B400000 * (1 + 16 + 256) % 2**32)  # packed; the others shift out
-_BIAS64 = tl.constexpr(0x42800000 >> 17)  # bits of 64, less those of a fraction
-_BIASES64 = tl.constexpr((0x42800000 >> 17) * 0x11111111 % 2**32)
-_CARRY = tl.constexpr(0x42800000 + 2**17 - 2)  # bits of 65 - 2**-16, one ulp below where u is 0
-_STOCHASTIC = tl.constexpr("""{ .reg .f32 x, y, z; .reg .b32 p, q, r;
-fma.rp.f32 x, $1, 0f40000000, $2;
-add.rn.f32 y, $2, 0f40000000; add.rp.f32 y, $1, y;
-add.rn.f32 z, $2, 0f40800000; fma.rp.f32 z, $1, 0f3F000000, z;
-mov.b32 p, x; mov.b32 q, y; mov.b32 r, z;
-min.s32 p, p, q; min.s32 p, p, r; min.s32 p, p, 0x428E0000;
-shr.u32 $0, p, 17; }""")  # the last minimum is with 64 + 7
 
 
 @triton.jit
 def load_col_block(x, o_b, o_k, left_m, left_k, stride, EVEN: tl.constexpr):
     """Column blocks of the tile at x: row i of block row `o_b`, columns `o_k`; zeros outside."""
     o_m = 16 * o_b
-    p_x = x + o_m[:, None].to(tl.int64) * stride + o_k[None, :]  # [MB, BK]
+    p_x = x + o_m[:, None] * stride + o_k[None, :]  # [MB, BK]
     block = ()
     for i in tl.static_range(16):
         if EVEN:
@@ -93,7 +95,7 @@ def load_row_block(x, o_m, o_g, left_m, left_k, stride, EVEN: tl.constexpr):
     block = ()
     for h in tl.static_range(16 // V):
         o_k = 16 * o_g[:, None] + (V * h + tl.arange(0, V))[None, :]
-        p_x = x + o_m[:, None].to(tl.int64) * stride + o_k  # [N, V]
+        p_x = x + o_m[:, None] * stride + o_k  # [N, V]
         if EVEN:
             b_x = tl.load(p_x)
         else:
@@ -109,7 +111,7 @@ def load_row_block(x, o_m, o_g, left_m, left_k, stride, EVEN: tl.constexpr):
 def load_row_words(x, o_m, o_g, stride):
     """Like `load_row_block`, of whole tiles of bf16: 8 x [N] words of two elements."""
     p_x = x.to(tl.pointer_type(tl.int32), bitcast=True)
-    p_x = p_x + (o_m.to(tl.int64) * (stride // 2) + 8 * o_g)[:, None] + tl.arange(0, 4)[None, :]
+    p_x = p_x + (o_m * (stride // 2) + 8 * o_g)[:, None] + tl.arange(0, 4)[None, :]
     return split(tl.load(p_x), 4) + split(tl.load(p_x + 4), 4)
 
 
@@ -117,7 +119,7 @@ def load_row_words(x, o_m, o_g, stride):
 def load_col_words(x, o_b, o_w, stride):
     """Like `load_col_block`, of whole tiles of bf16: 16 x [MB, BK / 2] words of two columns."""
     p_x = x.to(tl.pointer_type(tl.int32), bitcast=True)
-    p_x = p_x + 16 * o_b[:, None].to(tl.int64) * (stride // 2) + o_w[None, :]
+    p_x = p_x + 16 * o_b[:, None] * (stride // 2) + o_w[None, :]
     words = ()
     for i in tl.static_range(16):
         words = words + (tl.load(p_x + i * (stride // 2)),)
@@ -145,12 +147,43 @@ def words_of_columns(words):
 
 
 @triton.jit
+def max2_signed(a, b):
+    """Maxima of the lower and the upper halves of int32 words, as signed numbers."""
+    return tl.inline_asm_elementwise(
+        "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def amax_words(words, N: tl.constexpr):
-    """Words of the largest magnitudes among N words, half by half."""
-    top = words[0] & _ABS2
-    for i in tl.static_range(1, N):
-        top = max2(top, words[i] & _ABS2)
-    return top
+    """Words of the largest magnitudes among N words of two bf16 numbers, half by half."""
+    return tops_amax(tops_words(words[0], words[0], words, N))
+
+
+@triton.jit
+def tops_words(s, u, words, N: tl.constexpr):
+    """The signed and the unsigned maxima of (s, u) and of N words of two bf16 numbers.
+
+    As integers with their signs, the signed maximum is the largest positive number, and the
+    unsigned one the largest negative one (each of them the other, where there is none). Both take
+    three operands: 19 instructions for 16 words, where taking the signs off made it 24.
+    """
+    for i in tl.static_range(N):
+        if IS_PTX:
+            s = max2_signed(s, words[i])
+            u = max2(u, words[i])
+        else:
+            u = max2(u & _ABS2, words[i] & _ABS2)
+    return s, u
+
+
+@triton.jit
+def tops_amax(tops):
+    """Words of the magnitudes that `tops_words` found."""
+    out = tops[1] & _ABS2
+    if IS_PTX:
+        out = max2(tops[0] & _ABS2, out)
+    return out
 
 
 @triton.jit
@@ -190,6 +223,16 @@ def stack(block):
 @triton.jit
 def hadamard_block(block, SIGNS: tl.constexpr):
     """The 16-point transform in the reference's order: signs, distances 1, 2, 4, 8, times 1/4."""
+    v = hadamard_sums(block, SIGNS)
+    out = ()
+    for i in tl.static_range(16):
+        out = out + (v[i] * 0.25,)
+    return out
+
+
+@triton.jit
+def hadamard_sums(block, SIGNS: tl.constexpr):
+    """`hadamard_block` without its factor: rounding is monotone, an amax may take it at the end."""
     v = ()
     for i in tl.static_range(16):
         # Not `-x`, which is `0 - x` here: zeros change their sign too.
@@ -200,10 +243,7 @@ def hadamard_block(block, SIGNS: tl.constexpr):
             b = v[i ^ (1 << stage)]
             w = w + (b - v[i] if i & (1 << stage) else v[i] + b,)
         v = w
-    out = ()
-    for i in tl.static_range(16):
-        out = out + (v[i] * 0.25,)
-    return out
+    return v
 
 
 @triton.jit
@@ -232,15 +272,16 @@ def global_scale(amax, SCALE_MAX: tl.constexpr):
 def e4m3(v):
     """E4M3 byte (int32) of v >= 0, saturating, ties to even; NaN gives 0x7F.
 
-    In integers rather than by the hardware's cast: there is one for 16 elements, and this can be
-    checked where there is no GPU.
+    By adding 2**(e + 20), whose ulp is the step of E4M3 at exponent e, -6 at the least. What was
+    added to it leaves the byte in the lower bits, once the exponent, eight bytes for each, is added
+    as well. Not by the hardware's cast: there is one for 16 elements, this can be checked where
+    there is no GPU, and see `_device.encode` for what becomes of codes that are computed with.
     """
     c = tl.minimum(v, _E4M3_MAX)
-    bits = c.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # The ulp of 2**14 is 2**-9, the smallest E4M3 number.
-    subnormal = (c + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    return tl.where(v != v, _NAN8, tl.where(c < 0.015625, subnormal, normal))
+    exponent = c.to(tl.int32, bitcast=True) & _INF
+    step = tl.maximum(exponent + _STEP, _LEAST_STEP).to(tl.float32, bitcast=True)
+    r = (c + step).to(tl.int32, bitcast=True)
+    return tl.where(v != v, _NAN8, (r + (r >> 20)) & 0xFF)
 
 
 @triton.jit
@@ -280,121 +321,15 @@ def look_up(table, byte, SCALED: tl.constexpr):
 
 
 @triton.jit
-def code_nearest(a):
-    """E2M1 code of a >= 0, ties to even, saturating.
-
-    Magnitude codes are the rounding of the concave function `min(2a, a + 2, a/2 + 4)`; rounding is
-    monotone, so it may come before the minimum; each line is rounded once, in its add. The minimum
-    is that of the bits, since integers have one of three operands.
-    """
-    r1 = tl.fma(a, 2.0, _ROUND).to(tl.int32, bitcast=True)
-    r2 = (a + (_ROUND + 2)).to(tl.int32, bitcast=True)
-    r3 = tl.fma(a, 0.5, _ROUND + 4).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.minimum(tl.minimum(r1, r2), r3), _BIAS + 7)
-
-
-@triton.jit
-def code_stochastic(a, r):
-    """`_BIAS64 | code`, up with probability frac(a / step): up iff u < frac.
-
-    `r` (int32) holds 16 random bits: u = (r + 0.5) / 2**16. Codes are again the rounding of
-    `min(2a, a + 2, a/2 + 4)`, each line rounded once, in its add: up to a multiple of 2**-17, the
-    ulp of 64, after c = 65 - u - 2**-17 was added. As u is such a multiple itself, that carries
-    into the integer above iff the fraction exceeds u. 6 operations of the FMA pipe and 5 of the
-    integer pipe, half as fast, where comparisons took 11 of that one: 212 us became 178.
-    """
-    if IS_PTX:
-        c = (_CARRY - 2 * r).to(tl.float32, bitcast=True)
-        code = tl.inline_asm_elementwise(
-            _STOCHASTIC, "=r,f,f", [a, c], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        code = code_compared(a, r)
-    return code
-
-
-@triton.jit
-def code_compared(a, r):
-    """`code_stochastic` for the interpreter, which rounds to nearest alone.
-
-    From 1 on, the bits of a float below those of its code are frac * 2**22, so adding `2**22 - 1 -
-    u * 2**22` carries into the code iff frac > u. Below 1 the code is linear, and not below what
-    the bits say; from 1 on `linear` is 2, and the bits say no less: the larger of the two is right.
-    """
-    v = (r << 7) | 0x3F800040  # bits of 1 + u
-    one_u = v.to(tl.float32, bitcast=True)
-    a = tl.minimum(a, _E2M1_MAX)
-    bits = a.to(tl.int32, bitcast=True)
-    curved = ((bits + (0x3FFFFF + 0x1FC00000) - (v >> 1)) >> 22) - 252
-    t = a + a
-    linear = tl.where(t > one_u, 2, tl.where(t > one_u - 1.0, 1, 0))
-    return _BIAS64 + tl.maximum(curved, linear)
-
-
-@triton.jit
-def code_value(code):
-    """fp32 magnitude of a code: the convex `max(c/2, c - 2, 2c - 8)`."""
-    c = code.to(tl.float32, bitcast=True) - _ROUND
-    return tl.maximum(tl.maximum(c * 0.5, c - 2.0), tl.fma(c, 2.0, -8.0))
-
-
-@triton.jit
-def with_sign(v, x):
-    """v >= 0 (or NaN) with the sign of x."""
-    sign = x.to(tl.int32, bitcast=True) & _SIGN
-    return (v.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def anchor(x):
-    """Zeros in the layout of x, which spreads to what they are added to.
-
-    Without them a chain of arithmetic that begins with `tl.arange` has a layout of its own, and
-    each of its results takes a trip through shared memory. LLVM folds the zeros away.
-    """
-    return abs_bits(x) >> 31
-
-
-@triton.jit
-def philox(n, seed):
-    """Four uint32 tensors: Philox4x32-10 of call n (int64), as `reference.uniform16` counts them.
-
-    `seed`: (key, key, offset, stream) words.
-    """
-    k0, k1, c2, c3 = seed
-    c0 = n.to(tl.uint32)
-    c1 = (n >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
-        p0 = c0.to(tl.uint64) * 0xD2511F53  # a 64-bit product is one instruction
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        c1 = p1.to(tl.uint32)
-        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c3 = p0.to(tl.uint32)
-        k0 = k0 + tl.full((), 0x9E3779B9, tl.uint32)
-        k1 = k1 + tl.full((), 0xBB67AE85, tl.uint32)
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def seed_words(seed, STREAM: tl.constexpr):
-    """The words of `philox` from an int64 tensor [seed, offset] and a direction."""
-    key = tl.load(seed).to(tl.uint64)
-    offset = tl.load(seed + 1).to(tl.uint32)
-    stream = tl.full((), STREAM, tl.uint32)
-    return key.to(tl.uint32), (key >> 32).to(tl.uint32), offset, stream
-
-
-@triton.jit
 def quantize_block(
     block, byte, table, o_n, seed, STOCHASTIC: tl.constexpr, STREAM: tl.constexpr,
-    SCALED: tl.constexpr, VALUES: tl.constexpr,
+    SCALED: tl.constexpr, VALUES: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
     """(words, words, values) of a Block under its scale bytes.
 
     The words hold codes 0 to 7 and 8 to 15, first code lowest, NaN codes where the scale is NaN;
     `values` is the Block of bf16 `code * scale` (exact), or empty. `o_n`: a block's first Philox
-    call.
+    call. HALVED, for codes to nearest alone: half of each multiplier is exact.
     """
     mult = look_up(table, byte, SCALED)
     scale = e4m3_value(byte)
@@ -406,29 +341,25 @@ def quantize_block(
     for h in tl.static_range(2):
         if STOCHASTIC:
             r = philox(o_n + h, key)
-        word = tl.zeros_like(byte)
-        signs = tl.zeros_like(byte)
+        codes = ()
         for j in tl.static_range(8):
-            a = abs_times(block[8 * h + j], mult)
-            if STOCHASTIC:
+            x = block[8 * h + j]
+            if HALVED:
+                code = code_halved(x, mult * 0.5)
+            elif STOCHASTIC:
                 if j % 2 == 0:
-                    code = code_stochastic(a, (r[j // 2] & 0xFFFF).to(tl.int32))
+                    code = code_stochastic(abs_times(x, mult), (r[j // 2] & 0xFFFF).to(tl.int32))
                 else:
-                    code = code_stochastic(a, (r[j // 2] >> 16).to(tl.int32))
+                    code = code_stochastic(abs_times(x, mult), (r[j // 2] >> 16).to(tl.int32))
+                b_code = biased(code)
             else:
-                code = code_nearest(a)
-            word += code << (4 * j)
+                b_code = code_biased(abs_times(x, mult))
+                code = unbiased(b_code)
+            codes = codes + (code,)
             if VALUES:
-                if STOCHASTIC:
-                    code += _BIAS - _BIAS64
-                v = with_sign(code_value(code) * scale, block[8 * h + j])
+                v = with_sign(code_value(b_code) * scale, x)
                 values = values + (v.to(tl.bfloat16),)
-        for j in tl.static_range(8):
-            # A funnel shift: bit 31 of the last one in ends as bit 3.
-            x = block[8 * h + 7 - j].to(tl.int32, bitcast=True).to(tl.uint32, bitcast=True)
-            signs = (signs << 4) | (x >> 28).to(tl.int32)
-        word = (word - (_BIASES64 if STOCHASTIC else _BIASES)) | (signs & _SIGNS)
-        words = words + (tl.where(mult != mult, _NAN4, word),)
+        words = words + (tl.where(mult != mult, _NAN4, pack8(codes, block, 8 * h)),)
     return words[0], words[1], values
 
 
@@ -450,7 +381,7 @@ def block_errors(block, byte, decode, amax, MAX: tl.constexpr, ERROR: tl.constex
     total = tl.zeros_like(block[0])
     for i in tl.static_range(16):
         a = tl.abs(block[i])
-        v = tl.div_rn(code_value(code_nearest(a * mult)) * scale * amax, _E2M1_MAX * MAX)
+        v = tl.div_rn(code_value(code_biased(a * mult)) * scale * amax, _E2M1_MAX * MAX)
         # 0 + error is the error, bit for bit, since it is not negative.
         total = total + (tl.abs(v - a) if ERROR == "MAE" else (v - a) * (v - a))
     return total
@@ -508,6 +439,20 @@ def scale_block(
 
 
 @triton.jit
+def scattered(o):
+    """Offsets (int32) as they are, for a store that the compiler shall not take for contiguous.
+
+    One byte a thread, of 8 in a row, goes out as it is: for wider stores, bytes would change
+    threads through shared memory, behind two barriers.
+    """
+    if IS_PTX:
+        o = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [o], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return o
+
+
+@triton.jit
 def store_words(data, b_w, o_r, o_w, left_r, left_c, pitch, WIDE: tl.constexpr, EVEN: tl.constexpr):
     """Store int32 words, eight codes each, in rows `o_r` [R, 1] at words `o_w` [1 or R, W].
 
@@ -517,7 +462,7 @@ def store_words(data, b_w, o_r, o_w, left_r, left_c, pitch, WIDE: tl.constexpr, 
     """
     if WIDE:
         p_w = data.to(tl.pointer_type(tl.int32), bitcast=True)
-        p_w = p_w + o_r.to(tl.int64) * pitch + o_w
+        p_w = p_w + o_r * pitch + o_w
         if EVEN:
             tl.store(p_w, b_w)
         else:
@@ -528,6 +473,6 @@ def store_words(data, b_w, o_r, o_w, left_r, left_c, pitch, WIDE: tl.constexpr, 
         o_b = tl.arange(0, 4)[None, None, :]
         b_d = (b_w & kept)[:, :, None] >> (8 * o_b)  # [R, W, 4]
         o_d = 4 * o_w[:, :, None] + o_b  # [1 or R, W, 4]
-        p_d = data + o_r[:, :, None].to(tl.int64) * pitch + o_d
+        p_d = data + o_r[:, :, None] * pitch + o_d
         mask = (o_r < left_r)[:, :, None] & (2 * o_d < left_c)
         tl.store(p_d, (b_d & 0xFF).to(tl.uint8), mask=mask)

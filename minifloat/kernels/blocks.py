@@ -16,17 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import E5M2, FORMATS, Cast, Scale, rup
+from ._blocks_device import ABS2, row_pairs, store_blocks, store_words, word_scales
 from ._device import (
     FP8,
     amax,
-    codes2,
-    codes4,
     decode,
     e8m0_byte,
     e8m0_decode,
     e8m0_multiplier,
     encode,
-    fp8_scale,
     fp32,
     high,
     load_tile,
@@ -60,49 +58,8 @@ CONFIGS = {
     "e8m0_square": Config(32, 256, 4),
     "e8m0_fake": Config(32, 128, 4),
 }
-_ABS2 = tl.constexpr(0x7FFF7FFF)
-_UPPER = tl.constexpr(-0x10000)  # the second number of a word
 # A tile of a padded E8M0 scale matrix holds 128 rows and the scales of 128 elements.
 E8M0_PAD = 128
-
-
-@triton.jit
-def line_amax(b_x, AXIS: tl.constexpr, N: tl.constexpr):
-    """fp32 max |x| of each of N lines, in a layout of its own.
-
-    The gather is an identity, for the compiler: it unties the amaxes from the layout of the tile
-    they came from, so that a transposed tile is transposed as it was loaded, and then cast. Tied,
-    it is cast first, its codes are transposed byte by byte, and every thread divides for each of
-    the 16 columns it loaded: 36 instructions per element in place of 24.
-    """
-    return tl.gather(amax(b_x, AXIS), tl.arange(0, N), 0)
-
-
-@triton.jit
-def store_direction(
-    b_t, b_a, data, scale, i_c, o_r, o_c, R, C, eps,
-    LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """Codes and decode scales of contraction block i_c of `[R, C]`: 1-D blocks, contraction last.
-
-    The scale matrix is `[contraction blocks, R rounded up to 4]`.
-    """
-    b_s = fp8_scale(b_a, eps, LIMIT, INF, POW2)  # [BR]
-    b_q = encode(b_t.to(tl.float32) * b_s[:, None], LIMIT, TYPE, False)  # [BR, BC]
-    store_tile(data, b_q, o_r, o_c, R, C, EVEN)
-    padded = tl.cdiv(R, 4) * 4
-    b_d = tl.where(o_r < R, tl.div_rn(1.0, b_s), 0.0)  # [BR]
-    tl.store(scale + i_c * padded + o_r, b_d, mask=o_r < padded)
-
-
-@triton.jit
-def store_square_scale(scale, value, i_r, i_c, n_c):
-    """Entry (i_r, i_c) of a `[., n_c rounded up to 4]` scale matrix; the last one pads its row."""
-    padded = tl.cdiv(n_c, 4) * 4
-    end = tl.where(i_c == n_c - 1, padded, i_c + 1)
-    o_4 = i_c + tl.arange(0, 4)
-    tl.store(scale + i_r * padded + o_4, tl.where(o_4 == i_c, value, 0.0), mask=o_4 < end)
 
 
 @triton.jit
@@ -124,62 +81,10 @@ def f32_kernel(
     o_m = i_m * BM + tl.arange(0, BM)
     o_k = i_k * BK + tl.arange(0, BK)
     b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
-    if SQUARE:
-        s = fp8_scale(amax(b_x, None), eps, LIMIT, INF, POW2)
-        if ROW:
-            b_q = encode(b_x.to(tl.float32) * s, LIMIT, TYPE, False)
-            store_tile(row, b_q, o_m, o_k, M, K, EVEN)
-        if COL:
-            b_q = encode(tl.trans(b_x).to(tl.float32) * s, LIMIT, TYPE, False)
-            store_tile(col, b_q, o_k, o_m, K, M, EVEN)
-        d = tl.div_rn(1.0, s)
-        if ROW_SCALE:
-            store_square_scale(row_scale, d, i_m, i_k, n_k)
-        if COL_SCALE:
-            store_square_scale(col_scale, d, i_k, i_m, tl.cdiv(M, BM))
-    else:
-        # Both amaxes before both casts: the widened tile need not live through them.
-        if ROW:
-            b_r = line_amax(b_x, 1, BM)  # [BM]
-        if COL:
-            b_c = line_amax(b_x, 0, BK)  # [BK]
-        if ROW:
-            store_direction(
-                b_x, b_r, row, row_scale, i_k, o_m, o_k, M, K, eps, LIMIT, TYPE, INF, POW2, EVEN
-            )
-        if COL:
-            b_t = tl.trans(b_x)  # [BK, BM]
-            store_direction(
-                b_t, b_c, col, col_scale, i_m, o_k, o_m, K, M, eps, LIMIT, TYPE, INF, POW2, EVEN
-            )
-
-
-@triton.jit
-def fold_rows(w0, w1):
-    """Words of row maxima -> the maximum of a row in w0 below that of its neighbour in w1."""
-    lower = (w0 & 0xFFFF) | (w1 << 16)
-    return max2(lower, ((w0 >> 16) & 0xFFFF) | (w1 & -0x10000))
-
-
-@triton.jit
-def row_amaxes(a0, a1, a2, a3):
-    """[128] fp32 amaxes of the rows of `words_kernel`'s tile, from the words of their |x|.
-
-    The maximum over one thread's words comes first; then two rows share each word that is shuffled.
-    """
-    t0 = reduce2(tl.reshape(a0, (32, 16, 4)), 2)  # [32, 16]
-    t1 = reduce2(tl.reshape(a1, (32, 16, 4)), 2)
-    t2 = reduce2(tl.reshape(a2, (32, 16, 4)), 2)
-    t3 = reduce2(tl.reshape(a3, (32, 16, 4)), 2)
-    p0 = reduce2(fold_rows(t0, t1), 1)  # [32]
-    p1 = reduce2(fold_rows(t2, t3), 1)
-    return tl.reshape(tl.join(tl.join(low(p0), low(p1)), tl.join(high(p0), high(p1))), (128,))
-
-
-@triton.jit
-def row_pairs(b_w, s_0, s_1, LIMIT: tl.constexpr, TYPE: tl.constexpr):
-    """Codes (int16 pairs) of words: their first elements under s_0, the others under s_1."""
-    return codes2(low(b_w) * s_0, high(b_w) * s_1, LIMIT, TYPE)
+    store_blocks(
+        b_x, row, row_scale, col, col_scale, eps, i_m, i_k, o_m, o_k, M, K, SQUARE, ROW, ROW_SCALE,
+        COL, COL_SCALE, LIMIT, TYPE, INF, POW2, EVEN, BM, BK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -198,49 +103,20 @@ def words_kernel(
     i_m = (i_t // n_k).to(tl.int64)
     i_k = (i_t % n_k).to(tl.int64)
     o_g = tl.arange(0, 32)
-    o_n = tl.arange(0, 128)
     p_x = x.to(tl.pointer_type(tl.int32), bitcast=True) + i_m * 128 * (stride // 2) + i_k * 64
     p_x = p_x + 4 * o_g[:, None] * (stride // 2) + tl.arange(0, 64)[None, :]  # rows 0, 4, ...
     w0 = tl.load(p_x)  # [32, 64]
     w1 = tl.load(p_x + stride // 2)
     w2 = tl.load(p_x + 2 * (stride // 2))
     w3 = tl.load(p_x + 3 * (stride // 2))
-    a0, a1, a2, a3 = w0 & _ABS2, w1 & _ABS2, w2 & _ABS2, w3 & _ABS2
-    b_c = max2(max2(a0, a1), max2(a2, a3))  # [32, 64]
-    if SQUARE:
-        top = reduce2(tl.reshape(b_c, (2048,)), 0)
-        # As integers: the maximum of two floats would drop a NaN.
-        top = tl.maximum(top << 16, top & _UPPER)
-        s = fp8_scale(top.to(tl.float32, bitcast=True), eps, LIMIT, INF, POW2)
-        r0, r1, r2, r3, c0, c1 = s, s, s, s, s, s
-        if ROW_SCALE:
-            store_square_scale(row_scale, tl.div_rn(1.0, s), i_m, i_k, n_k)
-        if COL_SCALE:
-            store_square_scale(col_scale, tl.div_rn(1.0, s), i_k, i_m, M // 128)
-    else:
-        b_c = reduce2(b_c, 0)  # [64]
-        b_c = tl.reshape(tl.join(low(b_c), high(b_c)), (128,))
-        s_r = fp8_scale(spread(row_amaxes(a0, a1, a2, a3)), eps, LIMIT, INF, POW2)  # [128]
-        s_c = fp8_scale(spread(b_c), eps, LIMIT, INF, POW2)  # [128]
-        tl.store(row_scale + i_k * M + i_m * 128 + o_n, tl.div_rn(1.0, s_r))
-        tl.store(col_scale + i_m * K + i_k * 128 + o_n, tl.div_rn(1.0, s_c))
-        even, odd = tl.split(tl.reshape(spread(s_r), (32, 2, 2)))
-        r0, r2 = tl.split(even)
-        r1, r3 = tl.split(odd)
-        r0, r1, r2, r3 = r0[:, None], r1[:, None], r2[:, None], r3[:, None]
-        c0, c1 = tl.split(tl.reshape(spread(s_c), (64, 2)))
-        c0, c1 = c0[None, :], c1[None, :]
-    p_r = row.to(tl.pointer_type(tl.int16), bitcast=True) + i_m * 128 * (K // 2) + i_k * 64
-    p_r = p_r + 4 * o_g[:, None] * (K // 2) + tl.arange(0, 64)[None, :]
-    tl.store(p_r, row_pairs(w0, r0, r0, LIMIT, TYPE))
-    tl.store(p_r + K // 2, row_pairs(w1, r1, r1, LIMIT, TYPE))
-    tl.store(p_r + 2 * (K // 2), row_pairs(w2, r2, r2, LIMIT, TYPE))
-    tl.store(p_r + 3 * (K // 2), row_pairs(w3, r3, r3, LIMIT, TYPE))
-    q0 = codes4(low(w0) * c0, low(w1) * c0, low(w2) * c0, low(w3) * c0, LIMIT, TYPE)
-    q1 = codes4(high(w0) * c1, high(w1) * c1, high(w2) * c1, high(w3) * c1, LIMIT, TYPE)
-    b_q = tl.reshape(tl.permute(tl.join(q0, q1), (1, 2, 0)), (128, 32))
-    p_c = col.to(tl.pointer_type(tl.int32), bitcast=True) + i_k * 128 * (M // 4) + i_m * 32
-    tl.store(p_c + o_n[:, None].to(tl.int64) * (M // 4) + o_g[None, :], b_q)
+    r0, r1, r2, r3, c0, c1 = word_scales(
+        w0, w1, w2, w3, row_scale, col_scale, eps, i_m, i_k, M, K,
+        SQUARE, True, True, ROW_SCALE, COL_SCALE, LIMIT, INF, POW2, True,
+    )  # fmt: skip
+    store_words(
+        w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K, True, True, LIMIT, TYPE,
+        True, 128,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -350,7 +226,7 @@ def e8m0_words_kernel(
     o_w = i_k * (BK // 2) + tl.arange(0, BK // 2)
     p_x = x.to(tl.pointer_type(tl.int32), bitcast=True)
     b_w = tl.load(p_x + o_m[:, None] * (stride // 2) + o_w[None, :])  # [32, BK/2]
-    b_a = b_w & _ABS2
+    b_a = b_w & ABS2
     b_r = reduce2(tl.reshape(b_a, (32 * G, 16)), 1)  # [32 G]
     b_e = e8m0_byte(spread(low(max2(b_r, b_r >> 16))), RECIPROCAL)
     b_s = tl.reshape(spread(e8m0_multiplier(b_e)), (32, G, 1))

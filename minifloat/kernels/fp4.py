@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..formats import HADAMARD, HADAMARD_SIGN_MASK, Cast, cdiv, rup
 from ._device import max2
+from ._fp4_codes import HALVED_FROM
 from ._fp4_device import (
     amax_block,
     amax_words,
@@ -29,6 +30,7 @@ from ._fp4_device import (
     multipliers,
     quantize_block,
     scale_block,
+    scattered,
     stack,
     store_words,
     words_of_columns,
@@ -39,16 +41,20 @@ from .variant import Config, Launch, Variant, samples
 
 __all__ = ["amax_fp4", "cast_fp4", "fake_fp4", "supports", "variants"]
 
-# The fastest of scripts/tune_kernels on an H200 at 8192x8192 bf16, or within 1% of it: row and
-# column blocks of a thread at a time (BLOCKS) matter as much as the tile. "heavy", for what has the
-# most live values (4-over-6, and stochastic codes with values), is not measured. All sizes divide
-# PAD, that of the scales, so no tile lies outside them.
+# Row and column blocks of a thread at a time (BLOCKS) matter as much as the tile. "light" and
+# "stochastic" are the fastest of scripts/tune_kernels on an H200 at 8192x8192 bf16, or within 1% of
+# it, before codes were packed by conversions. Not measured: "words", whole bf16 tiles to nearest,
+# whose large tiles spread addresses and tables over twice the elements (22 instructions per element
+# for both directions, 25 with those of "light"); and "heavy", for what has the most live values
+# (4-over-6, and stochastic codes with values). All sizes divide PAD, that of the scales, so no tile
+# lies outside them.
 CONFIGS = {
+    "words": Config(128, 128, 4),
     "light": Config(64, 128, 4),
     "stochastic": Config(128, 128, 4),
     "heavy": Config(128, 64, 8),
 }
-BLOCKS = {"light": (2, 4), "stochastic": (2, 2), "heavy": (1, 2)}
+BLOCKS = {"words": (4, 8), "light": (2, 4), "stochastic": (2, 2), "heavy": (1, 1)}
 PAD = 128
 POINTERS = (
     "row_data", "row_scale", "row_out", "row_amax",
@@ -57,26 +63,38 @@ POINTERS = (
 
 
 @triton.jit
+def global_factors(amax, MAX: tl.constexpr, SCALED: tl.constexpr):
+    """(amax, encode, decode, multipliers) of a tensor; SCALED, rows or columns have their own."""
+    if SCALED:
+        out = (0, 0, 0, 0)
+    else:
+        a_x = tl.load(amax)
+        encode, decode = global_scale(a_x, MAX)
+        out = (a_x, encode, decode, multipliers(decode, SCALED))
+    return out
+
+
+@triton.jit
 def cast_rows(
-    x, data, scale, out, amax, seed, o_n, left_m, left_k, left_g,
+    x, data, scale, out, amax, factors, seed, o_n, left_m, left_k, left_g,
     K, stride, pitch, scale_pitch,
     MAX: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr,
     ERROR: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, OFFSET: tl.constexpr,
+    HALVED: tl.constexpr,
 ):  # fmt: skip
     """The row copy of the tile that the pointers are at, R rows at a time.
 
-    `left_*`: rows, columns and scale columns from there on; `o_n`: the tile's first Philox call.
+    `left_*`: rows, columns and scale columns from there on; `o_n`: the tile's first Philox call;
+    `factors`: of `global_factors`, unless SCALED.
     """
     G: tl.constexpr = BK // 16
     o_i = tl.arange(0, R * G)
     o_g = o_i % G  # [R G]
     if not SCALED:
-        a_x = tl.load(amax)
-        encode, decode = global_scale(a_x, MAX)
-        table = multipliers(decode, SCALED)
+        a_x, encode, decode, table = factors
     for c in range(BM // R):
-        o_m = c * R + o_i // G  # [R G]
+        o_m = (c * R + o_i // G).to(OFFSET)  # [R G]
         if WORDS:
             words = load_row_words(x, o_m, o_g, stride)  # 8 x [R G]
             b_a = amax_words(words, 8)
@@ -92,41 +110,43 @@ def cast_rows(
         b_byte = scale_block(block, b_a, encode, decode, a_x, MAX, ERROR, SQUARE, G)  # [R G]
         b_n = o_n + o_m.to(tl.int64) * (2 * tl.cdiv(K, 16)) + 2 * o_g
         w0, w1, values = quantize_block(
-            block, b_byte, table, b_n, seed, STOCHASTIC, 0, SCALED, out is not None
+            block, b_byte, table, b_n, seed, STOCHASTIC, 0, SCALED, out is not None, HALVED
         )
         if out is not None:
             o_k = 16 * o_g[:, None] + tl.arange(0, 16)[None, :]
             mask = (o_m < left_m)[:, None] & (o_k < left_k)
-            tl.store(out + o_m[:, None].to(tl.int64) * K + o_k, stack(values), mask=mask)
+            tl.store(out + o_m[:, None] * K + o_k, stack(values), mask=mask)
         if data is not None:
             o_w = 2 * o_g[:, None] + tl.arange(0, 2)[None, :]
             b_w = tl.join(w0, w1)
             store_words(data, b_w, o_m[:, None], o_w, left_m, left_k, pitch, WIDE, EVEN)
             if SQUARE and not EVEN:  # a tile's rows below the source have its scale, and no place
                 b_byte = tl.where(o_m < left_m, b_byte, 0)
-            p_scale = scale + o_m.to(tl.int64) * scale_pitch + o_g
-            tl.store(p_scale, b_byte.to(tl.uint8), mask=o_g < left_g)
+            p_scale = scale + o_m * scale_pitch + scattered(o_g)
+            if EVEN:
+                tl.store(p_scale, b_byte.to(tl.uint8))
+            else:
+                tl.store(p_scale, b_byte.to(tl.uint8), mask=o_g < left_g)
 
 
 @triton.jit
 def cast_columns(
-    x, data, scale, out, amax, seed, o_n, left_m, left_k, left_c, left_b,
+    x, data, scale, out, amax, factors, seed, o_n, left_m, left_k, left_c, left_b,
     M, K, stride, pitch, scale_pitch,
     MAX: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr,
     ERROR: tl.constexpr, SIGNS: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
-    EVEN: tl.constexpr, MB: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    EVEN: tl.constexpr, MB: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, OFFSET: tl.constexpr,
+    HALVED: tl.constexpr,
 ):  # fmt: skip
     """The column copy of the tile that the pointers are at, MB blocks of 16 rows, C columns a time.
 
     `left_*`: rows, columns, rows kept and block rows from there on; `o_n`: the first Philox call.
     """
-    o_b = tl.arange(0, MB)
+    o_b = tl.arange(0, MB).to(OFFSET)
     if not SCALED:
-        a_x = tl.load(amax)
-        encode, decode = global_scale(a_x, MAX)
-        table = multipliers(decode, SCALED)
+        a_x, encode, decode, table = factors
     for c in range(BK // C):
-        o_k = c * C + tl.arange(0, C)
+        o_k = (c * C + tl.arange(0, C)).to(OFFSET)
         if SCALED:
             a_x = tl.load(amax + o_k, mask=o_k < left_k, other=0.0)[None, :]
             encode, decode = global_scale(a_x, MAX)
@@ -146,10 +166,10 @@ def cast_columns(
         b_byte = scale_block(block, b_a, encode, decode, a_x, MAX, ERROR, SQUARE, 0)  # [MB, C]
         b_n = o_n + o_k[None, :].to(tl.int64) * (2 * tl.cdiv(M, 16)) + 2 * o_b[:, None]
         w0, w1, values = quantize_block(
-            block, b_byte, table, b_n, seed, STOCHASTIC, 1, SCALED, out is not None
+            block, b_byte, table, b_n, seed, STOCHASTIC, 1, SCALED, out is not None, HALVED
         )
         if out is not None:
-            p_out = out + 16 * o_b[:, None].to(tl.int64) * K + o_k[None, :]
+            p_out = out + 16 * o_b[:, None] * K + o_k[None, :]
             for i in tl.static_range(16):
                 mask = (16 * o_b + i < left_c)[:, None] & (o_k < left_k)[None, :]
                 tl.store(p_out, values[i], mask=mask)
@@ -160,8 +180,12 @@ def cast_columns(
             store_words(data, b_w, o_k[:, None], o_w, left_k, left_c, pitch, WIDE, EVEN)
             if SQUARE and not EVEN:
                 b_byte = tl.where((o_k < left_k)[None, :], b_byte, 0)
-            p_scale = scale + o_k[:, None].to(tl.int64) * scale_pitch + o_b[None, :]
-            tl.store(p_scale, tl.trans(b_byte).to(tl.uint8), mask=(o_b < left_b)[None, :])
+            p_scale = scale + o_k[:, None] * scale_pitch + o_b[None, :]
+            b_byte = tl.trans(b_byte).to(tl.uint8)
+            if EVEN:
+                tl.store(p_scale, b_byte)
+            else:
+                tl.store(p_scale, b_byte, mask=(o_b < left_b)[None, :])
 
 
 @triton.jit
@@ -174,13 +198,15 @@ def cast_kernel(
     COL_STOCHASTIC: tl.constexpr, COL_SCALED: tl.constexpr, COL_ERROR: tl.constexpr,
     COL_SIGNS: tl.constexpr, ROW_WIDE: tl.constexpr, COL_WIDE: tl.constexpr,
     WORDS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    R: tl.constexpr, CC: tl.constexpr,
+    R: tl.constexpr, CC: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Both directions of a tile of `x[M, K]`. C: elements in a row of the column copy.
 
-    A data pitch counts words where WIDE (a multiple of 8 elements), else bytes. Tiles run from the
-    last to the first: what the amax pass touched last is still in L2.
+    A data pitch counts words where WIDE (a multiple of 8 elements), else bytes. FAR: offsets in a
+    tile may not fit int32. Tiles run from the last to the first: what the amax pass touched last is
+    still in L2.
     """
+    OFFSET: tl.constexpr = tl.int64 if FAR else tl.int32
     i_t = tl.num_programs(0) - 1 - tl.program_id(0)
     n_k = tl.cdiv(tl.cdiv(K, 128) * 128, BK)
     m0 = (i_t // n_k).to(tl.int64) * BM
@@ -188,6 +214,16 @@ def cast_kernel(
     left_m = tl.minimum(M - m0, BM).to(tl.int32)
     left_k = tl.minimum(K - k0, BK).to(tl.int32)
     x += m0 * stride + k0
+    # Codes to nearest alone have a shorter way, open to all amaxes but the largest. (4-over-6 has
+    # most of its work elsewhere, and two ways of it spilled.)
+    ROW_SHORT: tl.constexpr = not (
+        ROW_STOCHASTIC or ROW_SCALED or ROW_ERROR != "" or row_out is not None
+    )
+    COL_SHORT: tl.constexpr = not (
+        COL_STOCHASTIC or COL_SCALED or COL_ERROR != "" or col_out is not None
+    )
+    SHORT: tl.constexpr = (ROW_SHORT or not ROW) and (COL_SHORT or not COL)
+    halved = 1 if SHORT else 0
     if ROW:
         if row_data is not None:
             row_data += m0 * row_pitch * (4 if ROW_WIDE else 1) + k0 // 2
@@ -196,14 +232,9 @@ def cast_kernel(
             row_out += m0 * K + k0
         if ROW_SCALED:
             row_amax += m0
-        cast_rows(
-            x, row_data, row_scale, row_out, row_amax, seed,
-            m0 * (2 * tl.cdiv(K, 16)) + k0 // 8, left_m, left_k,
-            tl.minimum(row_scale_pitch - k0 // 16, BK // 16).to(tl.int32),
-            K, stride, row_pitch, row_scale_pitch,
-            ROW_MAX, ROW_SQUARE, ROW_STOCHASTIC, ROW_SCALED, ROW_ERROR,
-            WORDS, ROW_WIDE, EVEN, BM, BK, R,
-        )  # fmt: skip
+        row_factors = global_factors(row_amax, ROW_MAX, ROW_SCALED)
+        if SHORT:
+            halved &= (row_factors[1] >= HALVED_FROM).to(tl.int32)
     if COL:
         if col_data is not None:
             col_data += k0 * col_pitch * (4 if COL_WIDE else 1) + m0 // 2
@@ -212,15 +243,30 @@ def cast_kernel(
             col_out += m0 * K + k0
         if COL_SCALED:
             col_amax += k0
-        cast_columns(
-            x, col_data, col_scale, col_out, col_amax, seed,
-            k0 * (2 * tl.cdiv(M, 16)) + m0 // 8, left_m, left_k,
-            tl.minimum(C - m0, BM).to(tl.int32),
-            tl.minimum(col_scale_pitch - m0 // 16, BM // 16).to(tl.int32),
-            M, K, stride, col_pitch, col_scale_pitch,
-            COL_MAX, COL_SQUARE, COL_STOCHASTIC, COL_SCALED, COL_ERROR, COL_SIGNS,
-            WORDS, COL_WIDE, EVEN, BM // 16, BK, CC,
-        )  # fmt: skip
+        col_factors = global_factors(col_amax, COL_MAX, COL_SCALED)
+        if SHORT:
+            halved &= (col_factors[1] >= HALVED_FROM).to(tl.int32)
+    for HALVED in tl.static_range(2 if SHORT else 1):
+        if halved == HALVED:
+            if ROW:
+                cast_rows(
+                    x, row_data, row_scale, row_out, row_amax, row_factors, seed,
+                    m0 * (2 * tl.cdiv(K, 16)) + k0 // 8, left_m, left_k,
+                    tl.minimum(row_scale_pitch - k0 // 16, BK // 16).to(tl.int32),
+                    K, stride, row_pitch, row_scale_pitch,
+                    ROW_MAX, ROW_SQUARE, ROW_STOCHASTIC, ROW_SCALED, ROW_ERROR,
+                    WORDS, ROW_WIDE, EVEN, BM, BK, R, OFFSET, HALVED,
+                )  # fmt: skip
+            if COL:
+                cast_columns(
+                    x, col_data, col_scale, col_out, col_amax, col_factors, seed,
+                    k0 * (2 * tl.cdiv(M, 16)) + m0 // 8, left_m, left_k,
+                    tl.minimum(C - m0, BM).to(tl.int32),
+                    tl.minimum(col_scale_pitch - m0 // 16, BM // 16).to(tl.int32),
+                    M, K, stride, col_pitch, col_scale_pitch,
+                    COL_MAX, COL_SQUARE, COL_STOCHASTIC, COL_SCALED, COL_ERROR, COL_SIGNS,
+                    WORDS, COL_WIDE, EVEN, BM // 16, BK, CC, OFFSET, HALVED,
+                )  # fmt: skip
 
 
 def supports(cast: Cast) -> bool:
@@ -295,13 +341,13 @@ def _launch(
     config: Config | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> Launch:
-    kind = _kind(row, col, tensors)
-    config = config or CONFIGS[kind]
-    rows, cols = blocks or BLOCKS[kind]
     m, k = x.shape
-    even = config.even(m, k, PAD)
+    even = m > 0 and k > 0 and m % PAD == k % PAD == 0
     words = even and x.dtype == torch.bfloat16  # two numbers to a word, as in `blocks`
     words = words and x.storage_offset() % 2 == 0 and x.stride(0) % 2 == 0
+    kind = _kind(row, col, tensors, words)
+    config = config or CONFIGS[kind]
+    rows, cols = blocks or BLOCKS[kind]
     c = rup(m, HADAMARD) if col is not None and col.transforms else m
     args = dict(
         x=x,
@@ -322,6 +368,7 @@ def _launch(
         BK=config.k,
         R=min(config.m, rows * 512 * config.warps // config.k),
         CC=min(config.k, cols * 512 * config.warps // config.m),
+        FAR=max(config) * max(x.stride(0), k, c) >= 2**31,
         **{name: tensors.get(name) for name in POINTERS},
         **_options("ROW", row),
         **_options("COL", col),
@@ -329,14 +376,19 @@ def _launch(
     return Launch(cast_kernel, config.tiles(rup(m, PAD), rup(k, PAD)), args, config)
 
 
-def _kind(row: Cast | None, col: Cast | None, tensors: Tensors) -> str:
+def _kind(row: Cast | None, col: Cast | None, tensors: Tensors, words: bool) -> str:
     """The key of CONFIGS and BLOCKS."""
-    kind = "light"
+    kind = "words" if words else "light"
     for cast, out in ((row, "row_out"), (col, "col_out")):
-        if cast is not None and (cast.error or (cast.stochastic and tensors.get(out) is not None)):
+        if cast is None:
+            continue
+        values = tensors.get(out) is not None
+        if cast.error or (cast.stochastic and values):
             return "heavy"
-        if cast is not None and cast.stochastic:
+        if cast.stochastic:
             kind = "stochastic"
+        elif values and kind == "words":
+            kind = "light"
     return kind
 
 

@@ -21,7 +21,16 @@ from ._device import FP8, abs_bits, encode, fp8_scale, load_tile, store_tile
 from .transpose import transpose
 from .variant import Config, Launch, Variant, samples
 
-__all__ = ["amax", "cast_current", "cast_scaled", "variants"]
+__all__ = [
+    "PARTIALS",
+    "amax",
+    "cast_current",
+    "cast_scaled",
+    "find_scale",
+    "finish",
+    "store_scaled",
+    "variants",
+]
 
 # Programs of an amax pass, each with a partial maximum that every program of the cast reads again:
 # about eight per multiprocessor of an H200. 512 are 2% slower, 4096 as fast.
@@ -71,6 +80,49 @@ def finish_kernel(partial, n, out, PARTIALS: tl.constexpr):
     tl.store(out, load_max(partial, n, PARTIALS))
 
 
+@triton.jit
+def find_scale(
+    source, n, top, amax, scale_inv, kept, eps, i_p, SCALED: tl.constexpr, AMAX: tl.constexpr,
+    KEEP: tl.constexpr, LIMIT: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """The scale of a tensor, as `cast_kernel` has it; `top` are the bits of this tile's amax."""
+    if SCALED:
+        scale = tl.load(source)
+        largest = scale
+        if AMAX:
+            tl.atomic_max(amax, top, sem="relaxed")
+    else:
+        largest = load_max(source, n, PARTIALS)
+        scale = fp8_scale(largest, eps, LIMIT, INF, POW2)
+    if i_p == 0:
+        tl.store(scale_inv, tl.div_rn(1.0, scale))
+        if KEEP:
+            tl.store(kept, largest)
+    return scale
+
+
+@triton.jit
+def store_scaled(
+    b_x, row, col, source, n, amax, scale_inv, kept, eps, i_p, o_m, o_k, M, K,
+    SCALED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, AMAX: tl.constexpr,
+    KEEP: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr,
+    POW2: tl.constexpr, PARTIALS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Codes of the tile `b_x` at `[o_m, o_k]`."""
+    top = tl.max(abs_bits(b_x)) if SCALED and AMAX else 0
+    scale = find_scale(
+        source, n, top, amax, scale_inv, kept, eps, i_p, SCALED, AMAX, KEEP, LIMIT, INF, POW2,
+        PARTIALS,
+    )  # fmt: skip
+    if ROW:
+        b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)  # [BM, BK]
+        store_tile(row, b_q, o_m, o_k, M, K, EVEN)
+    if COL:
+        b_q = encode(tl.trans(b_x).to(tl.float32) * scale, LIMIT, TYPE, True)  # [BK, BM]
+        store_tile(col, b_q, o_k, o_m, K, M, EVEN)
+
+
 @triton.jit(do_not_specialize=["n"])
 def cast_kernel(
     x,
@@ -114,28 +166,20 @@ def cast_kernel(
     o_k = i_k * BK + tl.arange(0, BK)
     # The tile is asked for before the scale, so that the two latencies overlap.
     b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
-    if SCALED:
-        scale = tl.load(source)
-        if AMAX:
-            tl.atomic_max(amax, tl.max(abs_bits(b_x)), sem="relaxed")
-    else:
-        largest = load_max(source, n, PARTIALS)
-        scale = fp8_scale(largest, eps, LIMIT, INF, POW2)
-    if i_p == 0:
-        tl.store(scale_inv, tl.div_rn(1.0, scale))
-        if KEEP:
-            tl.store(kept, scale if SCALED else largest)
-    if ROW:
-        b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)  # [BM, BK]
-        store_tile(row, b_q, o_m, o_k, M, K, EVEN)
-    if COL:
-        b_q = encode(tl.trans(b_x).to(tl.float32) * scale, LIMIT, TYPE, True)  # [BK, BM]
-        store_tile(col, b_q, o_k, o_m, K, M, EVEN)
+    store_scaled(
+        b_x, row, col, source, n, amax, scale_inv, kept, eps, i_p, o_m, o_k, M, K,
+        SCALED, ROW, COL, AMAX, KEEP, LIMIT, TYPE, INF, POW2, PARTIALS, EVEN,
+    )  # fmt: skip
 
 
 def amax(x: Tensor, out: Tensor) -> None:
     """`out` (fp32, one element) = max |x|, 0 for an empty x, NaN if x holds one."""
-    _finish(*_partial_amax(x), out).run()
+    finish(*_partial_amax(x), out)
+
+
+def finish(partial: Tensor, n: int, out: Tensor) -> None:
+    """`out[0]` = the maximum of n <= PARTIALS bit patterns, in fp32."""
+    _finish(partial, n, out).run()
 
 
 def cast_current(

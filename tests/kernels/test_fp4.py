@@ -59,7 +59,10 @@ OTHERS: dict[str, tuple[Cast | None, Cast | None]] = {
     "tiles mse": (TILES.replace(error="MSE"), TILES.replace(error="MSE")),
 }
 PAIRS = {**MAIN, **OTHERS}
-SHAPES = [(1, 1), (1, 17), (17, 1), (16, 16), (100, 127), (129, 129), (300, 4096), (128, 256)]
+SHAPES = [
+    *((1, 1), (1, 17), (17, 1), (16, 16), (100, 127), (129, 129), (300, 4096)),
+    *((128, 256), (256, 384)),  # whole tiles
+]
 FEW = [(100, 127), (128, 256)]  # partial and whole tiles
 
 
@@ -73,6 +76,8 @@ def fp4_inputs(shape: tuple[int, int], dtype: torch.dtype, plain: bool) -> Itera
         at = torch.randperm(shape[0] * shape[1], generator=g)[: len(odd)]
         ties.view(-1)[at] = torch.tensor(odd)[: len(at)]
     yield ties.to(dtype)
+    # Near the largest number, where half of a multiplier is not exact.
+    yield (ties * (torch.finfo(dtype).max / 4)).to(dtype)
 
 
 def amaxes(x: Tensor, row: Cast | None, col: Cast | None) -> tuple[Tensor | None, Tensor | None]:

@@ -1,0 +1,210 @@
+"""What the kernels of FP8 blocks with fp32 scales do with a tile, wherever it came from.
+
+A tile is one block along every contraction it serves. In *words* of two bf16 numbers it comes as
+rows 4 g, 4 g + 1, 4 g + 2 and 4 g + 3, so that four codes of a column are in one thread.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._device import (
+    amax,
+    codes2,
+    codes4,
+    encode,
+    fp8_scale,
+    high,
+    low,
+    max2,
+    reduce2,
+    spread,
+    store_tile,
+)
+
+__all__ = ["ABS2", "row_pairs", "store_blocks", "store_words", "word_scales"]
+
+ABS2 = tl.constexpr(0x7FFF7FFF)  # |x| of both numbers of a word
+_UPPER = tl.constexpr(-0x10000)  # the second number of a word
+
+
+@triton.jit
+def line_amax(b_x, AXIS: tl.constexpr, N: tl.constexpr):
+    """fp32 max |x| of each of N lines, in a layout of its own.
+
+    The gather is an identity, for the compiler: it unties the amaxes from the layout of the tile
+    they came from, so that a transposed tile is transposed as it was loaded, and then cast. Tied,
+    it is cast first, its codes are transposed byte by byte, and every thread divides for each of
+    the 16 columns it loaded: 36 instructions per element in place of 24.
+    """
+    return tl.gather(amax(b_x, AXIS), tl.arange(0, N), 0)
+
+
+@triton.jit
+def store_direction(
+    b_t, b_a, data, scale, i_c, o_r, o_c, R, C, eps,
+    LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Codes and decode scales of contraction block i_c of `[R, C]`: 1-D blocks, contraction last.
+
+    The scale matrix is `[contraction blocks, R rounded up to 4]`.
+    """
+    b_s = fp8_scale(b_a, eps, LIMIT, INF, POW2)  # [BR]
+    b_q = encode(b_t.to(tl.float32) * b_s[:, None], LIMIT, TYPE, False)  # [BR, BC]
+    store_tile(data, b_q, o_r, o_c, R, C, EVEN)
+    padded = tl.cdiv(R, 4) * 4
+    b_d = tl.where(o_r < R, tl.div_rn(1.0, b_s), 0.0)  # [BR]
+    tl.store(scale + i_c * padded + o_r, b_d, mask=o_r < padded)
+
+
+@triton.jit
+def store_square_scale(scale, value, i_r, i_c, n_c):
+    """Entry (i_r, i_c) of a `[., n_c rounded up to 4]` scale matrix; the last one pads its row."""
+    padded = tl.cdiv(n_c, 4) * 4
+    end = tl.where(i_c == n_c - 1, padded, i_c + 1)
+    o_4 = i_c + tl.arange(0, 4)
+    tl.store(scale + i_r * padded + o_4, tl.where(o_4 == i_c, value, 0.0), mask=o_4 < end)
+
+
+@triton.jit
+def store_blocks(
+    b_x, row, row_scale, col, col_scale, eps, i_m, i_k, o_m, o_k, M, K,
+    SQUARE: tl.constexpr, ROW: tl.constexpr, ROW_SCALE: tl.constexpr, COL: tl.constexpr,
+    COL_SCALE: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Codes and decode scales of the tile `b_x` at (i_m, i_k)."""
+    if SQUARE:
+        s = fp8_scale(amax(b_x, None), eps, LIMIT, INF, POW2)
+        if ROW:
+            b_q = encode(b_x.to(tl.float32) * s, LIMIT, TYPE, False)
+            store_tile(row, b_q, o_m, o_k, M, K, EVEN)
+        if COL:
+            b_q = encode(tl.trans(b_x).to(tl.float32) * s, LIMIT, TYPE, False)
+            store_tile(col, b_q, o_k, o_m, K, M, EVEN)
+        d = tl.div_rn(1.0, s)
+        if ROW_SCALE:
+            store_square_scale(row_scale, d, i_m, i_k, tl.cdiv(K, BK))
+        if COL_SCALE:
+            store_square_scale(col_scale, d, i_k, i_m, tl.cdiv(M, BM))
+    else:
+        # Both amaxes before both casts: the widened tile need not live through them.
+        if ROW:
+            b_r = line_amax(b_x, 1, BM)  # [BM]
+        if COL:
+            b_c = line_amax(b_x, 0, BK)  # [BK]
+        if ROW:
+            store_direction(
+                b_x, b_r, row, row_scale, i_k, o_m, o_k, M, K, eps, LIMIT, TYPE, INF, POW2, EVEN
+            )
+        if COL:
+            b_t = tl.trans(b_x)  # [BK, BM]
+            store_direction(
+                b_t, b_c, col, col_scale, i_m, o_k, o_m, K, M, eps, LIMIT, TYPE, INF, POW2, EVEN
+            )
+
+
+@triton.jit
+def fold_rows(w0, w1):
+    """Words of row maxima -> the maximum of a row in w0 below that of its neighbour in w1."""
+    lower = (w0 & 0xFFFF) | (w1 << 16)
+    return max2(lower, ((w0 >> 16) & 0xFFFF) | (w1 & -0x10000))
+
+
+@triton.jit
+def row_amaxes(a0, a1, a2, a3):
+    """[128] fp32 amaxes of the rows of `words_kernel`'s tile, from the words of their |x|.
+
+    The maximum over one thread's words comes first; then two rows share each word that is shuffled.
+    """
+    t0 = reduce2(tl.reshape(a0, (32, 16, 4)), 2)  # [32, 16]
+    t1 = reduce2(tl.reshape(a1, (32, 16, 4)), 2)
+    t2 = reduce2(tl.reshape(a2, (32, 16, 4)), 2)
+    t3 = reduce2(tl.reshape(a3, (32, 16, 4)), 2)
+    p0 = reduce2(fold_rows(t0, t1), 1)  # [32]
+    p1 = reduce2(fold_rows(t2, t3), 1)
+    return tl.reshape(tl.join(tl.join(low(p0), low(p1)), tl.join(high(p0), high(p1))), (128,))
+
+
+@triton.jit
+def row_pairs(b_w, s_0, s_1, LIMIT: tl.constexpr, TYPE: tl.constexpr):
+    """Codes (int16 pairs) of words: their first elements under s_0, the others under s_1."""
+    return codes2(low(b_w) * s_0, high(b_w) * s_1, LIMIT, TYPE)
+
+
+@triton.jit
+def word_scales(
+    w0, w1, w2, w3, row_scale, col_scale, eps, i_m, i_k, M, K, SQUARE: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, ROW_SCALE: tl.constexpr, COL_SCALE: tl.constexpr,
+    LIMIT: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Encode scales of rows 4 g + j (r0 to r3) and columns 2 c + j (c0, c1) of a 128x128 tile.
+
+    The decode scales are stored on the way. Words past M are zeros.
+    """
+    o_n = tl.arange(0, 128)
+    n_k = K // 128
+    n_m = M // 128 if EVEN else tl.cdiv(M, 128)
+    a0, a1, a2, a3 = w0 & ABS2, w1 & ABS2, w2 & ABS2, w3 & ABS2
+    if SQUARE:
+        top = reduce2(tl.reshape(max2(max2(a0, a1), max2(a2, a3)), (2048,)), 0)
+        # As integers: the maximum of two floats would drop a NaN.
+        top = tl.maximum(top << 16, top & _UPPER)
+        s = fp8_scale(top.to(tl.float32, bitcast=True), eps, LIMIT, INF, POW2)
+        r0, r1, r2, r3, c0, c1 = s, s, s, s, s, s
+        if ROW_SCALE:
+            store_square_scale(row_scale, tl.div_rn(1.0, s), i_m, i_k, n_k)
+        if COL_SCALE:
+            store_square_scale(col_scale, tl.div_rn(1.0, s), i_k, i_m, n_m)
+    else:
+        r0, r1, r2, r3, c0, c1 = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
+        if COL:
+            b_c = reduce2(max2(max2(a0, a1), max2(a2, a3)), 0)  # [64]
+            b_c = tl.reshape(tl.join(low(b_c), high(b_c)), (128,))
+        if ROW:
+            s_r = fp8_scale(spread(row_amaxes(a0, a1, a2, a3)), eps, LIMIT, INF, POW2)  # [128]
+            m_r = None if EVEN else i_m * 128 + o_n < M
+            tl.store(row_scale + i_k * M + i_m * 128 + o_n, tl.div_rn(1.0, s_r), mask=m_r)
+            even, odd = tl.split(tl.reshape(spread(s_r), (32, 2, 2)))
+            r0, r2 = tl.split(even)
+            r1, r3 = tl.split(odd)
+            r0, r1, r2, r3 = r0[:, None], r1[:, None], r2[:, None], r3[:, None]
+        if COL:
+            s_c = fp8_scale(spread(b_c), eps, LIMIT, INF, POW2)  # [128]
+            tl.store(col_scale + i_m * K + i_k * 128 + o_n, tl.div_rn(1.0, s_c))
+            c0, c1 = tl.split(tl.reshape(spread(s_c), (64, 2)))
+            c0, c1 = c0[None, :], c1[None, :]
+    return r0, r1, r2, r3, c0, c1
+
+
+@triton.jit
+def store_words(
+    w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K,
+    ROW: tl.constexpr, COL: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Codes of the BM x 128 tile at (i_m, i_k) whose rows 4 g + j are the words w0 to w3.
+
+    M is a multiple of 4: where the tile is not whole (EVEN), a group of four rows is there or not.
+    """
+    o_g = tl.arange(0, BM // 4)
+    m_g = i_m * BM + 4 * o_g < M
+    m_r = None if EVEN else m_g[:, None]
+    m_c = None if EVEN else m_g[None, :]
+    if ROW:
+        p_r = row.to(tl.pointer_type(tl.int16), bitcast=True) + i_m * BM * (K // 2) + i_k * 64
+        p_r = p_r + 4 * o_g[:, None] * (K // 2) + tl.arange(0, 64)[None, :]
+        tl.store(p_r, row_pairs(w0, r0, r0, LIMIT, TYPE), mask=m_r)
+        tl.store(p_r + K // 2, row_pairs(w1, r1, r1, LIMIT, TYPE), mask=m_r)
+        tl.store(p_r + 2 * (K // 2), row_pairs(w2, r2, r2, LIMIT, TYPE), mask=m_r)
+        tl.store(p_r + 3 * (K // 2), row_pairs(w3, r3, r3, LIMIT, TYPE), mask=m_r)
+    if COL:
+        q0 = codes4(low(w0) * c0, low(w1) * c0, low(w2) * c0, low(w3) * c0, LIMIT, TYPE)
+        q1 = codes4(high(w0) * c1, high(w1) * c1, high(w2) * c1, high(w3) * c1, LIMIT, TYPE)
+        b_q = tl.reshape(tl.permute(tl.join(q0, q1), (1, 2, 0)), (128, BM // 4))
+        p_c = col.to(tl.pointer_type(tl.int32), bitcast=True) + i_k * 128 * (M // 4)
+        p_c = p_c + i_m * (BM // 4)
+        o_n = tl.arange(0, 128)
+        tl.store(p_c + o_n[:, None].to(tl.int64) * (M // 4) + o_g[None, :], b_q, mask=m_c)

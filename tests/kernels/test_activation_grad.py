@@ -1,0 +1,139 @@
+"""Casts of activations' gradients against the reference's casts of what the kernels produce."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _cases import DEVICE, INTERPRETED, assert_codes, assert_exact, buffer, run_interpreted
+from torch import Tensor
+
+from minifloat import reference
+from minifloat.formats import Cast
+from minifloat.layout import parts
+from minifloat.producer import ACTIVATIONS, activation
+from minifloat.producers import Given
+
+pytest.importorskip("triton")
+from minifloat.kernels import activation_grad, produce  # noqa: E402
+
+BF16 = torch.bfloat16
+SHAPES = [(1, 128), (132, 128), (128, 256)]  # of dy; the last two in words
+E4M3, E5M2 = Cast("fp8_e4m3"), Cast("fp8_e5m2")
+BLOCKS = Cast("fp8_e4m3_1x128", pow2=True)
+
+
+def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed + sum(shape))
+    x = torch.randn(shape, generator=g) * torch.exp2(torch.randint(-6, 3, shape, generator=g))
+    return x.to(dtype).to(DEVICE)
+
+
+def out_of(shape: tuple[int, int], row: Cast | None, col: Cast | None) -> dict[str, Tensor]:
+    return {d.name: buffer(torch.empty(d.shape, dtype=d.dtype)) for d in parts(shape, row, col)}  # type: ignore[misc]
+
+
+def check(
+    name: str,
+    shape: tuple[int, int],
+    casts: tuple[Cast | None, Cast | None, Cast | None],
+    given: Given = Given(),  # noqa: B008
+    dtype: torch.dtype = BF16,
+) -> None:
+    p = activation(name)
+    m, f = shape
+    h, dy = random(m, 2 * f if p.gated else f, dtype=dtype), random(m, f, dtype=dtype, seed=9)
+    dh, y = buffer(h), buffer(dy)
+    assert dh is not None and y is not None
+    activation_grad.value(p.gradient(), (h, dy), dh)
+    produce.value(p, (h,), y)
+    twin = reference.activate_gradient(h.cpu(), dy.cpu(), p, dtype)
+    # A derivative's terms cancel where it changes sign.
+    torch.testing.assert_close(dh.cpu(), twin, rtol=max(torch.finfo(dtype).eps, 2**-16), atol=2e-5)
+    row, col, act = casts
+    of = (p.gradient(), (h, dy), dtype)
+    if not activation_grad.fuses_backward(*of, *casts):
+        assert casts == (BLOCKS,) * 3 or BLOCKS in casts
+        assert dtype is not BF16 or m % 4 or f % 128
+        return
+    out, act_out = out_of(dh.shape, row, col), {} if act is None else out_of(shape, None, act)  # type: ignore[arg-type]
+    db = buffer(torch.empty(h.shape[1], dtype=dtype))
+    before = None if given.amax is None else given.amax.cpu().clone()
+    activation_grad.backward(*of, casts, out, act_out, db, given)
+    compare(out, dh.cpu(), (row, col), given.scale, None)
+    compare(act_out, y.cpu(), (None, act), given.act_scale, given.act_amax)
+    if before is not None and given.amax is not None:
+        seen = dh.cpu().float().abs().amax().reshape(1)
+        assert_exact(given.amax, torch.maximum(seen, before))
+    exact = dh.cpu().double().sum(0)
+    bound = torch.finfo(dtype).eps * exact.abs() + 2**-20 * dh.cpu().double().abs().sum(0)
+    assert db is not None and bool(((db.cpu().double() - exact).abs() <= bound).all())
+
+
+def compare(
+    out: dict[str, Tensor],
+    x: Tensor,
+    casts: tuple[Cast | None, Cast | None],
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> None:
+    for prefix, cast in zip(("row", "col"), casts, strict=True):
+        if cast is None:
+            continue
+        is_col = prefix == "col"
+        if scale is not None:
+            data, inverse, _ = reference.quantize_scaled(x, scale.cpu(), cast)
+            data = data.t() if is_col else data
+        else:
+            known = None if amax is None else amax.cpu()
+            data, inverse_, _ = reference.quantize(x, cast, col=is_col, amax=known)
+            assert inverse_ is not None
+            inverse = inverse_
+        assert_codes(out[f"{prefix}_data"], data)
+        assert_exact(out[f"{prefix}_scale" if cast.tiled else "scale"], inverse)
+
+
+def live() -> Given:
+    one, two, three = (torch.tensor([v], device=DEVICE) for v in (3.0, 0.5, 7.0))
+    return Given(one, two, three)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (17, 100)])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_delayed(name: str, shape: tuple[int, int]) -> None:
+    check(name, shape, (E5M2, E5M2, E4M3), live())
+    check(name, shape, (E5M2, None, None), live())
+    check(name, shape, (None, E5M2, E4M3), live())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (17, 100)])
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_current(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check(name, shape, (E5M2, E5M2, E4M3), dtype=dtype)
+    known = Given(act_amax=torch.tensor([50.0], device=DEVICE))
+    check(name, shape, (E5M2, E5M2, E4M3), known, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["swiglu", "gelu", "clamped_swiglu"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_blocks(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check(name, shape, (BLOCKS, BLOCKS, BLOCKS), dtype=dtype)
+    check(name, shape, (BLOCKS, None, None), dtype=dtype)
+    check(name, shape, (None, BLOCKS, BLOCKS), dtype=dtype)
+
+
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+if __name__ == "__main__":
+    assert INTERPRETED
+    for name in ("swiglu", "gelu", "clamped_swiglu"):
+        check(name, (132, 128), (BLOCKS, BLOCKS, BLOCKS))
+        check(name, (128, 128), (BLOCKS, BLOCKS, BLOCKS))
+        check(name, (64, 128), (E5M2, E5M2, E4M3), live())
+        check(name, (17, 100), (E5M2, E5M2, E4M3))
