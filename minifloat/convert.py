@@ -1,8 +1,9 @@
 """Checkpoints of Transformer Engine, whose delayed scaling is pickles, into plain tensors.
 
-`<module>._extra_state` becomes `<module>.delayed.*`, or nothing where it holds no such state. The
-pickles are read by an unpickler that makes tensors and containers; recipes and enums become inert
-objects, and everything else is refused by name.
+`<module>._extra_state` becomes `<module>.delayed.*`, or `<module>.fc1.delayed.*` and `fc2`'s where
+the weights next to it are a LayerNormMLP's, or nothing where it holds no such state. The pickles
+are read by an unpickler that makes tensors and containers; recipes and enums become inert objects,
+and everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pickle
 import tempfile
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -108,8 +109,13 @@ _MODULE: Any = types.SimpleNamespace(
 
 
 # ------------------------------------------------------------------------------------ one entry
-def read_extra_state(entry: Any, name: str = SUFFIX) -> dict[str, Tensor]:
-    """`delayed.*` tensors of one entry; {} where it holds no delayed scaling."""
+def read_extra_state(
+    entry: Any, name: str = SUFFIX, layers: Sequence[str] = ("",)
+) -> dict[str, Tensor]:
+    """`delayed.*` tensors of one entry; {} where it holds no delayed scaling.
+
+    `layers` are the prefixes of those that share the entry, in the order of their slots.
+    """
     data = payload(entry)
     if data is None:
         raise ValueError(
@@ -131,18 +137,23 @@ def read_extra_state(entry: Any, name: str = SUFFIX) -> dict[str, Tensor]:
     for tag, direction, slots in (("fwd", "forward", FORWARD), ("bwd", "backward", BACKWARD)):
         scale: Any = state.get(f"scale_{tag}")
         history: Any = state.get(f"amax_history_{tag}")
-        n = len(slots)
+        n = len(slots) * len(layers)
         if not _is_state(scale, history, n):
+            of = "a linear layer has" if len(layers) == 1 else f"{len(layers)} linear layers have"
             raise ValueError(
                 f"{name}: scale_{tag} and amax_history_{tag}: got {_shape(scale)} and "
-                f"{_shape(history)}; a linear layer has ({n},) and (length, {n})"
+                f"{_shape(history)}; {of} ({n},) and (length, {n})"
             )
-        scale, history = scale.float(), history.float().clone()
-        for i, slot in enumerate(slots):
-            out[f"delayed.scale_{slot}"] = scale[i : i + 1].clone()
-            out[f"delayed.amax_{slot}"] = history[0, i : i + 1].clone()
-        history[0] = 0.0  # the step that is being recorded, which is amax_* here
-        out[f"delayed.history_{direction}"] = history
+        scales, histories = (
+            t.float().split(len(slots), -1) for t in (scale, history)
+        )  # of each layer
+        for layer, of_scale, of_history in zip(layers, scales, histories, strict=True):
+            rows = of_history.clone()
+            for i, slot in enumerate(slots):
+                out[f"{layer}delayed.scale_{slot}"] = of_scale[i : i + 1].clone()
+                out[f"{layer}delayed.amax_{slot}"] = rows[0, i : i + 1].clone()
+            rows[0] = 0.0  # the step that is being recorded, which is amax_* here
+            out[f"{layer}delayed.history_{direction}"] = rows
     return out
 
 
@@ -177,7 +188,8 @@ def convert_state_dict(state: Any, path: str = "") -> tuple[Any, int]:
     for key, value in state.items():
         if isinstance(key, str) and (key == SUFFIX or key.endswith(f".{SUFFIX}")):
             prefix = key[: -len(SUFFIX)]
-            found = read_extra_state(value, f"{path}{key}")
+            layers = ("fc1.", "fc2.") if f"{prefix}fc1_weight" in state else ("",)
+            found = read_extra_state(value, f"{path}{key}", layers)
             out.update({prefix + name: tensor for name, tensor in found.items()})
             count += 1
         else:

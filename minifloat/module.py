@@ -202,9 +202,11 @@ class Module(nn.Module):
             state_dict = {k: v for k, v in state_dict.items() if k != key}
         if any(isinstance(p, QuantizedTensorStorage) for p in self.parameters(recurse=False)):
             # Values that are quantized on the way in are so by the checkpoint's scale.
-            self.delayed._load_from_state_dict(
-                state_dict, f"{prefix}delayed.", local_metadata, False, [], [], []
-            )
+            for name, held in self.named_modules():
+                if isinstance(held, DelayedState):
+                    held._load_from_state_dict(
+                        state_dict, f"{prefix}{name}.", local_metadata, False, [], [], []
+                    )
         super()._load_from_state_dict(
             state_dict,
             prefix,

@@ -32,6 +32,12 @@ class Recomputed(Link):
     params = 6
 
     @staticmethod
+    def leading(lead: tuple[int, ...], call: RecomputedCall) -> tuple[int, ...]:
+        for op, of in call.links:
+            lead = op.leading(lead, of)
+        return lead
+
+    @staticmethod
     def compute(
         x: Any, params: tuple[Any, ...], call: RecomputedCall
     ) -> tuple[Tensor, tuple[Any, ...]]:

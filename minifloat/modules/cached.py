@@ -31,8 +31,8 @@ class CachesWeight(Module):
 
     def _workspace(
         self, weight: Any, owners: list[Any], begun: Begun, first: bool | None, need_col: bool
-    ) -> Any:
-        """The copies of a cached weight, or None to cast it in the operation.
+    ) -> Cached | None:
+        """The weight as it was cast before, or None to cast it in the operation.
 
         `owners` are the parameters that are cast, together, as one weight.
         """
@@ -46,7 +46,7 @@ class CachesWeight(Module):
             with unseen(True):
                 return cast_weight(
                     weight, plan, begun.live[1], None, col=need_col or self.training, update=True
-                )[0].copies
+                )[0]
         if first is None and not self._versioned():
             return None
         update = first is not False
@@ -70,7 +70,7 @@ class CachesWeight(Module):
             begun.entry.workspace = True
             if cached.scale is not None:
                 begun.entry.scales[1] = cached.scale.clone()
-        return cached.copies
+        return cached
 
     def _get_cached(self) -> Cached | None:
         if not self._preallocated:

@@ -150,7 +150,7 @@ class LayerNormLinear(Weighted, Normed):
         if call.grad_input is not None:  # the gradient of the norm's input ends the backward
             links = ((collectives.QuantizeGrad, call),)
             call = call._replace(grad_input=None, slots=None)
-        inner = self._links(call, inp)
+        inner = self._links(call, inp.shape)
         lazy = not self.return_layernorm_output and begun.calibration is None
         links = (*links, self._norm_link(inp, plan, lazy), *self._tapped(inner))
         params = (self.layer_norm_weight, self.layer_norm_bias, weight, fused)

@@ -32,8 +32,12 @@ class _Part(Projection):
 
     def __init__(self, sizes: tuple[int, int], where: str, **options: Any) -> None:
         nn.Module.__init__(self)
+        self._owner = where
         self._setup_projection(where=where, **options)
         self._shard(*sizes, where)
+
+    def _where(self) -> str:
+        return f"{self._owner}: {(self.name or '').rsplit('.', 1)[-1]}"
 
 
 class LayerNormMLP(Module, Normed):
@@ -195,6 +199,11 @@ class LayerNormMLP(Module, Normed):
             )
             self.register_parameter(f"{part}_weight", made)
 
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether the weights themselves are quantized."""
+        return self.fc1.primary_weights_in_fp8
+
     def set_tensor_parallel_group(self, group: Any) -> None:
         """The ranks over which tensor parallelism runs; None takes them away."""
         for _, of in self._parts():
@@ -287,7 +296,8 @@ class LayerNormMLP(Module, Normed):
         return (y, *extra) if extra else y
 
     def _chain(self, norm: Any, call1: Call, call2: Call, inp: Any) -> tuple[Any, ...]:
-        first, second = self.fc1._links(call1, inp), self.fc2._links(call2, inp)
+        first = self.fc1._links(call1, inp.shape)
+        second = self.fc2._links(call2, self._gathered(inp.shape))
         after = second[1:]  # a collective
         links: tuple[Any, ...] = (norm, *first)
         last: Any = None
@@ -303,6 +313,10 @@ class LayerNormMLP(Module, Normed):
         if self.checkpoint:
             return (*shown, (op, RecomputedCall(links, last)), *after)
         return (*shown, *links, *(() if last is None else (last,)), *after)
+
+    def _gathered(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what fc1 multiplies: the rows of all ranks, if they share a sequence."""
+        return (shape[0] * self.tp_size, *shape[1:]) if self.sequence_parallel else shape
 
     def _check(self, inp: Any, weight: Any) -> Any:
         if not isinstance(inp, Tensor):
@@ -351,4 +365,5 @@ def _activation(name: str, params: dict[str, Any] | None, where: str) -> Any:
     try:
         return activation_of(name, **(params or {}))
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{where}: activation: {error}") from None
+        given = f"activation={name!r}" + (f", activation_params={params!r}" if params else "")
+        raise type(error)(f"{where}: {given}: {error}") from None

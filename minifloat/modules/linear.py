@@ -127,7 +127,7 @@ class Linear(Weighted, nn.Linear):
         )
         owners = self._weights()
         call = self._call(begun, needs, inp, weight, owners, is_first_microbatch, fp8_grad)
-        y = run(self._links(call, inp), inp, (weight, fused), True in needs)
+        y = run(self._links(call, inp.shape), inp, (weight, fused), True in needs)
         self._end(begun)
         if self.apply_bias and row and bias is not None:
             y = y + bias

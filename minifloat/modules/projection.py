@@ -19,6 +19,7 @@ from ..core import collectives
 from ..core.linear import Call
 from ..core.linear import Linear as LinearOp
 from ..module import Begun
+from ..quantizers import UsageError
 from ..recipe.autocast import STATE
 from ..tensors import QuantizedTensorStorage
 from .advice import SETTLED, advise
@@ -136,12 +137,19 @@ class Projection(CachesWeight):
         plan = begun.plan
         slots = begun.slots if needs[0] or needs[1] else None
         sizes = (inp.dtype, weight.dtype, self.in_features)
-        common = (plan, needs, *sizes, begun.live, slots, begun.group)
         if not (self._special or first is not None or fp8_grad or plan.stochastic):
-            return Call(*common)
+            return Call(plan, needs, *sizes, begun.live, slots, begun.group)
+        cached, live = self._workspace(weight, owners, begun, first, needs[0]), begun.live
+        if cached is not None and cached.scale is not None:
+            live = (live[0], (cached.scale, None), live[2])  # not that of now: what it was cast by
         return Call(
-            *common,
-            self._workspace(weight, owners, begun, first, needs[0]),
+            plan,
+            needs,
+            *sizes,
+            live,
+            slots,
+            begun.group,
+            None if cached is None else cached.copies,
             *self._main_grad(weight, owners, first),
             self._seed(plan, inp),
             self._saves_input(plan),
@@ -149,24 +157,18 @@ class Projection(CachesWeight):
             self.wgrad_store.put if self._defers(needs[1]) else None,
         )
 
-    def _links(self, call: Call, inp: Any) -> tuple[Any, ...]:
-        """The operation, between its collectives."""
+    def _links(self, call: Call, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """The operation, between its collectives, on an input of `shape`."""
         if self._tp is not None and self._tp.size > 1 and self.parallel_mode is not None:
-            return self._parallel(call, inp)
-        if self.tp_size > 1 and self.parallel_mode is not None:
-            raise RuntimeError(
-                f"{self._where()}: tp_size={self.tp_size} without a process group; pass tp_group "
-                "or call set_tensor_parallel_group(group)"
-            )
+            return self._parallel(call, shape)
         return ((LinearOp, call),)
 
-    def _parallel(self, call: Call, inp: Any) -> tuple[Any, ...]:
-        """The operation between its collectives."""
+    def _parallel(self, call: Call, shape: tuple[int, ...]) -> tuple[Any, ...]:
         assert self._tp is not None
         sequence, size = self.sequence_parallel, self._tp.size
-        if sequence and inp.dim() < 2:
+        if sequence and len(shape) < 2:
             raise ValueError(
-                f"{self._where()}: inp: got shape {tuple(inp.shape)}; sequence_parallel splits "
+                f"{self._where()}: inp: got shape {tuple(shape)}; sequence_parallel splits "
                 "the first dim of [sequence, ..., features]"
             )
         if self.parallel_mode == "column":
@@ -176,10 +178,10 @@ class Projection(CachesWeight):
             # What is quantized is the sum over the ranks, and it ends the backward.
             inner = call._replace(grad_input=None, slots=None)
             return (collectives.QuantizeGrad, call), (first, self._tp), (LinearOp, inner)
-        if sequence and inp.shape[0] % size:
+        if sequence and shape[0] % size:
             raise ValueError(
-                f"{self._where()}: inp: got shape {tuple(inp.shape)}; sequence_parallel splits "
-                f"the first dim of the output, {inp.shape[0]}, which tp_size={size} does not divide"
+                f"{self._where()}: inp: got shape {tuple(shape)}; sequence_parallel splits "
+                f"the first dim of the output, {shape[0]}, which tp_size={size} does not divide"
             )
         last = collectives.ReduceScatter if sequence else collectives.AllReduce
         return (LinearOp, call), (last, self._tp)
@@ -191,6 +193,11 @@ class Projection(CachesWeight):
             raise ValueError(
                 f"{self._where()}: inp: got shape {tuple(inp.shape)}; its last dim must be "
                 f"in_features={self.in_features}"
+            )
+        if self._tp is None and self.tp_size > 1 and self.parallel_mode is not None:
+            raise RuntimeError(
+                f"{self._where()}: tp_size={self.tp_size} without a process group; pass tp_group "
+                "or call set_tensor_parallel_group(group)"
             )
         if torch.is_autocast_enabled(inp.device.type):
             return inp.to(torch.get_autocast_dtype(inp.device.type))
@@ -221,8 +228,12 @@ class Projection(CachesWeight):
 
     def _check_quantized_input(self, inp: Any, plan: Any, need_col: bool) -> Any:
         """A quantized input as it is, if it is cast as the recipe casts; else its values."""
+        # A graph cannot branch on an attribute of its input: there, swizzled scales go unnoticed.
         if not torch.compiler.is_compiling() and inp._with_gemm_swizzled_scales:
-            return inp.dequantize()  # a UsageError that says so
+            raise UsageError(
+                f"{self._where()}: inp: its scales are in GEMM order, which cannot be read back; "
+                "quantize it with optimize_for_gemm=False"
+            )
         if not _reads_as(inp.operand(False).cast, plan.x_row):
             return inp.dequantize()
         if need_col and not _reads_as(inp.operand(True).cast, plan.x_col):

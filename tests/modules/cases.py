@@ -1,4 +1,4 @@
-"""Linear layers and the ways to run them, as data."""
+"""Layers and the ways to run them, as data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ CUSTOM = recipes.CustomRecipe(qfactory=current_scaling_factory)
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run a layer: `module` and `forward` are keyword arguments, the rest is set-up."""
+    """One way to run a layer: `module` and `forward` are keyword arguments, the rest is set-up.
+
+    `frozen` names parameters, or is "input".
+    """
 
     name: str
     module: dict[str, Any] = field(default_factory=dict)
@@ -37,7 +40,7 @@ class Case:
     microbatches: tuple[bool | None, ...] = (None, None)
     train: bool = True
     grad: bool = True
-    frozen: tuple[str, ...] = ()  # of "input", "weight"
+    frozen: tuple[str, ...] = ()
     primary: bool = False
     main_grad: bool = False
     checkpoint: str = ""  # "", "reentrant", "non-reentrant", "selective", "ours"
@@ -45,6 +48,7 @@ class Case:
     calibrating: bool = False
     shape: tuple[int, ...] = (3, 7, 48)
     recipes: tuple[str, ...] = tuple(RECIPES)
+    kind: str = "Linear"
 
     def __str__(self) -> str:
         return self.name
@@ -98,30 +102,32 @@ CASES = (
 def make(
     case: Case, recipe: recipes.Recipe, *, dtype: torch.dtype = torch.float32, **more: Any
 ) -> Any:
-    """A layer for the case, 48 -> 64."""
+    """A layer for the case, 48 -> 64 (-> 48)."""
     torch.manual_seed(1)
     context: Any = contextlib.nullcontext()
     if case.primary:
         context = minifloat.quantized_model_init(recipe=recipe)
     with context, minifloat.autocast(recipe=recipe):
-        layer = minifloat.Linear(48, 64, params_dtype=dtype, **case.module, **more)
-    with torch.no_grad():
-        if layer.bias is not None:
-            layer.bias.copy_(torch.linspace(-1, 1, 64))
+        layer = getattr(minifloat, case.kind)(48, 64, params_dtype=dtype, **case.module, **more)
+    for name, p in layer.named_parameters():
+        if p.dim() == 1:
+            with torch.no_grad():
+                p.add_(torch.linspace(-1, 1, p.numel()))
+        if name in case.frozen:
+            p.requires_grad_(False)
+        if case.main_grad and p.dim() == 2:
+            p.main_grad = torch.full(p.shape, 0.5)
     layer.train(case.train)
-    if "weight" in case.frozen:
-        layer.weight.requires_grad_(False)
-    if case.main_grad:
-        layer.weight.main_grad = torch.full((64, 48), 0.5)
     return layer
 
 
 def duplicate(layer: Any) -> Any:
     """A deep copy, with the attributes that parameters carry."""
     made = copy.deepcopy(layer)
-    main_grad = getattr(layer.weight, "main_grad", None)
-    if main_grad is not None:
-        made.weight.main_grad = main_grad.clone()
+    for p, other in zip(layer.parameters(), made.parameters(), strict=True):
+        main_grad = getattr(p, "main_grad", None)
+        if main_grad is not None:
+            other.main_grad = main_grad.clone()
     return made
 
 
@@ -175,23 +181,25 @@ def train(
     for step, first in enumerate(case.microbatches):
         torch.manual_seed(100 + step)
         x = torch.randn(case.shape, generator=torch.Generator().manual_seed(step))
-        x = x.to(layer.weight.dtype).requires_grad_("input" not in case.frozen and case.grad)
+        dtype = next(layer.parameters()).dtype
+        x = x.to(dtype).requires_grad_("input" not in case.frozen and case.grad)
         outer = contextlib.nullcontext() if case.inside else region(case, recipe)
         with torch.set_grad_enabled(case.grad):
             with outer:
                 y = call(x, first)
-            if isinstance(y, tuple):
-                y, bias = y
-                yield bias
-            if case.grad and y.requires_grad:
-                weights = torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype)
-                (y * weights).sum().backward()
-        yield y
+            found = y if isinstance(y, tuple) else (y,)
+            yield from found
+            # The results that are computed, each with its own gradient.
+            made = [t for t in found if t is not None and t.requires_grad and not t.is_leaf]
+            if case.grad and made:
+                weights = [torch.linspace(-1, i, t.numel()) for i, t in enumerate(made, 1)]
+                pairs = zip(made, weights, strict=True)
+                torch.autograd.backward(made, [w.reshape(t.shape).to(t.dtype) for t, w in pairs])
         yield x.grad
     for _, p in layer.named_parameters():
         yield p.grad
         yield p
-    yield getattr(layer.weight, "main_grad", None)
+        yield getattr(p, "main_grad", None)
     for _, b in layer.named_buffers():
         yield b
 
