@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
+from torch._C._dynamo import eval_frame
 
 __all__ = ["chain", "run"]
 
@@ -70,6 +71,17 @@ def _saved(ctx: Any) -> list[Any]:
     if _keeps_graph():
         ctx.held = held
     return list(held)
+
+
+# Where a graph breaks inside the work, these run as they are: Dynamo would start a graph in each
+# frame, and looks at an argument like `ctx` by reading its saved tensors, which clears them.
+for _function in (_Run.forward, _Run.backward, _saved):
+    eval_frame.set_code_exec_strategy(
+        _function.__code__,
+        eval_frame._FrameExecStrategy(
+            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        ),
+    )
 
 
 class _Links:

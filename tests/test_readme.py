@@ -34,9 +34,8 @@ def test_the_code_runs(page: Path, tmp_path: Path) -> None:
     """All blocks of a page in order, in one session, as somebody who tries them would."""
     script = tmp_path / f"{page.stem}.py"
     script.write_text(
-        "space = {'__name__': '__main__'}\n"
         f"for block in {blocks(page)!r}:\n"
-        f"    exec(compile(block, {name(page)!r}, 'exec'), space)\n",
+        f"    exec(compile(block, {name(page)!r}, 'exec'), globals())\n",
         encoding="utf-8",
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

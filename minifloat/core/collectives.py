@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import collectives
 from ..producers import Lazy
 from ..tensors import QuantizedTensorStorage
-from .linear import Call, _quantized_grad, finish
+from .linear import Call, finish, quantized_grad
 from .link import Link
 
 __all__ = ["AllReduce", "Gather", "Group", "QuantizeGrad", "ReduceScatter", "Replicate"]
@@ -104,6 +104,6 @@ class QuantizeGrad(Link):
     @staticmethod
     def backward(grad: Any, saved: tuple[Any, ...], call: Call) -> tuple[Any, Any]:
         if grad is not None:
-            grad = _quantized_grad(grad, call)
+            grad = quantized_grad(grad, call)
         finish(call)
         return grad, ()

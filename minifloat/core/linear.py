@@ -31,8 +31,14 @@ __all__ = [
     "Linear",
     "Workspace",
     "cast_gradient",
+    "dequantized",
     "dgrad",
     "finish",
+    "fprop",
+    "input_operands",
+    "quantized_grad",
+    "read_by_casts",
+    "stored",
     "weight_operands",
     "wgrad",
 ]
@@ -93,9 +99,11 @@ class Linear(Link):
         """(y, what backward needs)."""
         weight, bias = params
         plan, need_dw = call.plan, call.needs[1]
-        if isinstance(x, Lazy) and not _casts(plan, call.save_input):
+        if isinstance(x, Lazy) and not read_by_casts(plan, call.save_input):
             x = x.value()
-        x_row, x_col = _input(x, call, need_dw and not plan.override and not call.save_input)
+        x_row, x_col = input_operands(
+            x, call, need_dw and not plan.override and not call.save_input
+        )
         y, kept_w = fprop(x_row, weight, bias, call)
         kept_x = NONE
         if plan.override == "dequantized" and need_dw:
@@ -103,7 +111,7 @@ class Linear(Link):
         elif need_dw and x_col is None:
             kept_x = (x, None, None)
         elif x_col is not None:
-            kept_x = _stored(x_col)
+            kept_x = stored(x_col)
         return y, (*kept_x, *kept_w)
 
     @staticmethod
@@ -154,7 +162,7 @@ def dgrad(g_row: Operand | None, kept_w: list[Any], call: Call) -> Any:
     assert g_row is not None
     w_col = _weight_col(kept_w[3], kept_w[:3], kept_w[4], g_row.data, call)
     dx = gemm(g_row, w_col, call.dtype, fast=call.plan.fast[1])
-    return dx if call.grad_input is None else _quantized_grad(dx, call)
+    return dx if call.grad_input is None else quantized_grad(dx, call)
 
 
 def wgrad(g_col: Operand, x_col: Operand, call: Call) -> Tensor | None:
@@ -178,23 +186,23 @@ def finish(call: Call) -> None:
         update(call.slots, call.plan.update, call.group)
 
 
-def _quantized_grad(dx: Tensor, call: Call) -> Any:
+def quantized_grad(dx: Tensor, call: Call) -> Any:
     """dx as the recipe's grad_input quantizer makes it; a graph returns its values."""
     if not library.traced():
         return call.grad_input.quantize(dx)
     row = operands(dx, call.plan.dx_row, None, keep_row=True)[0]
     assert row is not None
-    return _dequantized(row, dx.shape, dx.dtype)
+    return dequantized(row, dx.shape, dx.dtype)
 
 
 # ----------------------------------------------------------------------------------------- operands
-def _casts(plan: Plan, saves_input: bool) -> bool:
+def read_by_casts(plan: Plan, saves_input: bool) -> bool:
     """Whether the input is read by casts alone, so that it need not exist."""
     again = saves_input or plan.override == "high_precision" or plan.col_from_row[0]
     return plan.x_row.layout[0] is torch.uint8 and not again
 
 
-def _input(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]:
+def input_operands(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]:
     plan = call.plan
     col = plan.x_col if need_col else None
     if isinstance(x, QuantizedTensorStorage):
@@ -211,7 +219,7 @@ def _input(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]
     )
     assert row_operand is not None
     if col is not None and plan.col_from_row[0]:
-        again = _dequantized(row_operand, x.shape, x.dtype)
+        again = dequantized(row_operand, x.shape, x.dtype)
         col_operand = operands(again, None, col, seed=call.seed, keep_col=True)[1]
     return row_operand, col_operand
 
@@ -222,7 +230,7 @@ def _input_col(kept: list[Any], call: Call, m: int, after: Tensor) -> Operand:
     if plan.override == "dequantized":
         k = call.features
         row = Operand(x, scale, amax, plan.x_row, k)
-        return _high(_dequantized(row, (m, k), call.dtype).t())
+        return _high(dequantized(row, (m, k), call.dtype).t())
     if plan.override:
         return _high(x.t())
     if call.save_input:
@@ -248,7 +256,7 @@ def cast_gradient(grad: Any, call: Call) -> tuple[Any, Any, Tensor | None]:
         live, seed = call.live[2], call.seed
         first = operands(grad, plan.g_row, None, live=live, seed=seed, keep_row=True)[0]
         assert first is not None
-        again = _dequantized(first, grad.shape, grad.dtype)
+        again = dequantized(first, grad.shape, grad.dtype)
         return first, operands(again, None, col, seed=seed)[1], db
     return *operands(grad, row, col, live=call.live[2], seed=call.seed), db
 
@@ -284,7 +292,7 @@ def _weight_col(
         return _high(weight.t())
     if plan.override:
         row = _weight_row(weight, call)
-        return _high(_dequantized(row, tuple(weight.shape), call.dtype).t())
+        return _high(dequantized(row, tuple(weight.shape), call.dtype).t())
     if isinstance(weight, QuantizedTensorStorage):
         return weight.operand(True)
     if kept[0] is not None:
@@ -294,7 +302,7 @@ def _weight_col(
     if plan.col_from_row[1]:
         first = operands(weight, plan.w_row, None, live=live, keep_row=True, after=after)[0]
         assert first is not None
-        weight = _dequantized(first, tuple(weight.shape), weight.dtype)
+        weight = dequantized(first, tuple(weight.shape), weight.dtype)
     amax = None if delayed or plan.col_from_row[1] else scale
     made = operands(weight, None, plan.w_col, live=live, amax=amax, after=after)[1]
     assert made is not None
@@ -312,10 +320,10 @@ def weight_operands(weight: Tensor, plan: Plan, live: Live | None, col: bool) ->
         keep_row=plan.override == "dequantized",  # backward decodes it
     )
     assert row is not None
-    return (row.data, row.scale, row.amax), NONE if made is None else _stored(made)
+    return (row.data, row.scale, row.amax), NONE if made is None else stored(made)
 
 
-def _stored(o: Operand) -> Parts:
+def stored(o: Operand) -> Parts:
     """What `column` makes the column operand `o` of: its parts, as they lie in memory."""
     scale = o.scale.t() if o.viewed and o.scale is not None else o.scale
     viewed = o.viewed or o.data.dtype is not torch.uint8
@@ -326,7 +334,7 @@ def _high(x: Tensor) -> Operand:
     return Operand(x, None, None, Cast("high_precision"), x.shape[1])
 
 
-def _dequantized(o: Operand, shape: Any, dtype: torch.dtype) -> Tensor:
+def dequantized(o: Operand, shape: Any, dtype: torch.dtype) -> Tensor:
     if o.data.dtype is not torch.uint8:
         if o.amax is None:
             return o.data.to(dtype)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..core import collectives
 from ..core.link import Tap
+from ..parameters import default_device, default_init
 from ..tensors import QuantizedTensorStorage
 from .normed import Normed
-from .parameters import default_device, default_init
 from .projection import refuse_unsupported, run
 from .weighted import Weighted
 

@@ -17,11 +17,11 @@ from ..core.linear import Call
 from ..core.link import Tap
 from ..core.recompute import Recomputed, RecomputedCall, RecomputedPair
 from ..module import Module
+from ..parameters import default_device, default_init, initialise, quantized_parameter
 from ..producer import activation as activation_of
 from ..recipe.roles import QuantizerRole
 from ..tensors import QuantizedTensorStorage
 from .normed import Normed
-from .parameters import default_device, default_init, initialise, quantized_parameter
 from .projection import Projection, refuse_unsupported, run
 
 __all__ = ["LayerNormMLP"]

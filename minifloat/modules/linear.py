@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..parameters import default_device, default_init
 from ..tensors import QuantizedTensorStorage
-from .parameters import default_device, default_init
 from .projection import refuse_unsupported, run
 from .weighted import Weighted
 

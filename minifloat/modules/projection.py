@@ -19,6 +19,7 @@ from ..core import collectives
 from ..core.linear import Call
 from ..core.linear import Linear as LinearOp
 from ..module import Begun
+from ..parameters import main_grad
 from ..quantizers import UsageError
 from ..recipe.autocast import STATE
 from ..tensors import QuantizedTensorStorage
@@ -262,23 +263,8 @@ class Projection(CachesWeight):
         """(main_grad, whether to overwrite it, dummy gradient: None, or whether it is zeros)."""
         if not self.fuse_wgrad_accumulation or not weight.requires_grad:
             return None, False, None
-        weight = owners[0]
-        main_grad = (
-            weight.get_main_grad()
-            if hasattr(weight, "__fsdp_param__")
-            else getattr(weight, "main_grad", None)
-        )
-        if main_grad is None:
-            raise RuntimeError(
-                f"{self._where()}: fuse_wgrad_accumulation without weight.main_grad; set it to an "
-                "fp32 or bf16 tensor of the weight's shape"
-            )
-        dummy = None
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True
-            dummy = bool(getattr(weight, "zero_out_wgrad", False))
-        overwrite = first is True or bool(getattr(weight, "overwrite_main_grad", False))
-        return main_grad, overwrite, dummy
+        found, overwrite, dummy = main_grad(owners[0], self._where(), "fuse_wgrad_accumulation")
+        return found, overwrite or first is True, dummy
 
     def _seed(self, plan: Any, inp: Tensor) -> Tensor | None:
         if not plan.stochastic:

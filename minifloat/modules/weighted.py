@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .parameters import default_device, initialise, quantized_parameter, splits
+from ..parameters import default_device, initialise, quantized_parameter, splits
 from .projection import ModeError, Projection
 
 __all__ = ["Weighted"]

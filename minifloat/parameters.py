@@ -1,4 +1,5 @@
-"""Parameters of a linear module: where they live, how they are split, initialised, quantized."""
+"""Parameters of linear layers: where they live, how they are split, initialised and quantized, and
+where their gradients go."""
 
 from __future__ import annotations
 
@@ -9,10 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..recipe import Recipe, RecipeState
-from ..recipe.delayed import DelayedState
+from .recipe import Recipe, RecipeState
+from .recipe.delayed import DelayedState
 
-__all__ = ["default_device", "default_init", "initialise", "quantized_parameter", "splits"]
+__all__ = [
+    "default_device",
+    "default_init",
+    "initialise",
+    "main_grad",
+    "quantized_parameter",
+    "splits",
+]
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -112,3 +120,25 @@ def _preserve(parameter: Any, value: Tensor) -> None:
     held: list[Tensor] = [value]
     parameter.get_high_precision_init_val = lambda: held[0] if held else None
     parameter.clear_high_precision_init_val = held.clear
+
+
+def main_grad(weight: Any, where: str, argument: str) -> tuple[Any, bool, bool | None]:
+    """(main_grad, whether to overwrite it, dummy gradient: None, or whether it is zeros).
+
+    `argument` is the option that asks for it, in messages.
+    """
+    found = (
+        weight.get_main_grad()
+        if hasattr(weight, "__fsdp_param__")
+        else getattr(weight, "main_grad", None)
+    )
+    if found is None:
+        raise RuntimeError(
+            f"{where}: {argument} without weight.main_grad; set it to an fp32 or bf16 tensor of "
+            "the weight's shape"
+        )
+    dummy = None
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+        dummy = bool(getattr(weight, "zero_out_wgrad", False))
+    return found, bool(getattr(weight, "overwrite_main_grad", False)), dummy

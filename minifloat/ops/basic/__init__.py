@@ -1,0 +1,1 @@
+"""The basic operations, all on the split API."""

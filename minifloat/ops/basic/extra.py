@@ -1,0 +1,84 @@
+"""`AddExtraInput` and `MakeExtraOutput`: where another tensor joins a pipeline, or leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..basic_operation import BasicOperation
+from .values import plain
+
+__all__ = ["AddExtraInput", "MakeExtraOutput"]
+
+
+def _added(into: Any, x: Any, in_place: bool) -> Any:
+    """`into + x`, in the memory of `into` if allowed; a graph lets its compiler decide on that."""
+    if not in_place or torch.compiler.is_compiling():
+        return x + into
+    return into.detach().add_(x)
+
+
+class AddExtraInput(BasicOperation):
+    """`y = x + extra`; with `in_place`, in the memory of an `extra` that the caller gave. (What
+    comes by a channel may be saved by operations in between.)"""
+
+    num_extra_inputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self._in_place = in_place
+
+    def fuser_forward_compute(
+        self, input_: Any, **fwd_kwargs: Any
+    ) -> tuple[Any, Iterable[Iterable[Any]], Any]:
+        return self.add(fwd_kwargs["basic_op_extra_inputs"][0][0], input_), [()], ()
+
+    def add(self, extra: Any, x: Any) -> Any:
+        """The output."""
+        in_place = self._in_place and self._extra_input_channels[0] is None
+        return _added(plain(extra), plain(x), in_place)
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
+    ) -> None:
+        pass
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[Any], grad_output: Any, *, basic_op_grad_extra_outputs: list[Any]
+    ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
+        return grad_output, [()], [(grad_output,)]
+
+
+class MakeExtraOutput(BasicOperation):
+    """`y = x`, and x once more; with `in_place`, backward adds in the memory of the latter's
+    gradient, if that comes from the caller."""
+
+    num_extra_outputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self._in_place = in_place
+
+    def fuser_forward_compute(
+        self, input_: Any, **fwd_kwargs: Any
+    ) -> tuple[Any, Iterable[Iterable[Any]], Any]:
+        return input_, [(input_,)], ()
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
+    ) -> None:
+        pass
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[Any], grad_output: Any, *, basic_op_grad_extra_outputs: list[Any]
+    ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
+        return self.join(grad_output, basic_op_grad_extra_outputs[0][0]), [()], [()]
+
+    def join(self, grad_output: Any, grad_extra: Any) -> Any:
+        """The gradient of the input from those of both outputs."""
+        if grad_extra is None or grad_output is None:
+            return grad_output if grad_extra is None else grad_extra
+        in_place = self._in_place and self._extra_output_channels[0] is None
+        return _added(plain(grad_extra), plain(grad_output), in_place)

@@ -1,0 +1,258 @@
+"""`BasicLinear`: the quantized linear operation, without a bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core import collectives
+from ...core.linear import Call, Gradient, Linear, fprop, stored
+from ...parameters import default_device, main_grad
+from ...recipe.autocast import STATE
+from ..context import OperationContext
+from ..group import group_of
+from ..handover import GradientTaker, Handed, InputTaker, takes_gradients, takes_inputs
+from ..quantized_operation import QuantizedOperation
+from .values import folded, plain
+
+__all__ = ["BasicLinear"]
+
+TP_MODES = (None, "column", "row")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class BasicLinear(QuantizedOperation):
+    """`y = x w^T` of `x[..., in_features]` and `weight[out_features, in_features]`.
+
+    It computes with `core.linear`, as `minifloat.Linear` does. Tensor-parallel, it has this rank's
+    columns ("column") or rows ("row") of the weight, and communicates as `sequence_parallel` says.
+    """
+
+    _counts = {"forward": 2, "backward": 1}
+
+    def __init__(  # noqa: PLR0913  (the contract's signature)
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+    ) -> None:
+        if userbuffers_options is not None:
+            raise NotImplementedError(
+                f"BasicLinear: userbuffers_options={userbuffers_options!r}: userbuffers are not "
+                "supported; leave it out"
+            )
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"BasicLinear: dtype: got {dtype}; allowed: {DTYPES}")
+        if tensor_parallel_mode not in TP_MODES:
+            raise ValueError(
+                f"BasicLinear: tensor_parallel_mode: got {tensor_parallel_mode!r}; allowed: None, "
+                "'column', 'row'"
+            )
+        if STATE.init is not None:
+            raise NotImplementedError(
+                "BasicLinear inside quantized_model_init: its weight is not quantized; construct "
+                "it outside, or use minifloat.Linear"
+            )
+        device = default_device(device)
+        super().__init__(device)
+        tp = None if tensor_parallel_mode is None else group_of(tensor_parallel_group)
+        self._tp = tp
+        self.tensor_parallel_mode = tensor_parallel_mode if tp is not None else None
+        self.tensor_parallel_group = tensor_parallel_group
+        self.tensor_parallel_size = 1 if tp is None else tp.size
+        self.sequence_parallel = sequence_parallel and tp is not None
+        self.in_features, self.out_features = in_features, out_features
+        column = self.tensor_parallel_size if tensor_parallel_mode == "column" else 1
+        row = self.tensor_parallel_size if tensor_parallel_mode == "row" else 1
+        for size, ways, argument in (
+            (out_features, column, "out_features"),
+            (in_features, row, "in_features"),
+        ):
+            if size % ways:
+                raise ValueError(
+                    f"BasicLinear: {argument}={size}: the {ways} ranks of the group do not divide "
+                    "it"
+                )
+        self.local_in_features, self.local_out_features = in_features // row, out_features // column
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._accumulate_into_main_grad = accumulate_into_main_grad
+        shape = (self.local_out_features, self.local_in_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Kaiming-uniform as in `nn.Linear`; a meta weight is made real."""
+        if self.weight.is_meta:
+            real = torch.empty_like(self.weight, device=default_device(None))
+            self.weight = nn.Parameter(real, self.weight.requires_grad)
+            if self.delayed.scale_input.is_meta:
+                self.delayed.to_empty(device=default_device(None))
+        tracker = self._rng_state_tracker_function
+        if tracker is None:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5.0))
+        else:
+            with tracker().fork():
+                nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5.0))
+        self.delayed.reset()
+
+    # ------------------------------------------------------------------------------ before a call
+    def begin(
+        self,
+        *,
+        requires_grad: bool,
+        input_requires_grad: bool,
+        autocast_dtype: torch.dtype | None,
+    ) -> dict[str, Any]:
+        if self.weight.is_meta:
+            self.reset_parameters()
+        weight = self.weight
+        begun = self._begin()
+        needs = (
+            requires_grad and input_requires_grad,
+            requires_grad and weight.requires_grad,
+            False,
+        )
+        seed = None
+        if begun.plan.stochastic:
+            seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=weight.device)
+        into: tuple[Any, bool, bool | None] = (None, False, None)
+        if self._accumulate_into_main_grad and needs[1]:
+            into = main_grad(weight, type(self).__name__, "accumulate_into_main_grad")
+        call = Call(
+            begun.plan,
+            needs,
+            weight.dtype if autocast_dtype is None else autocast_dtype,
+            weight.dtype,
+            self.local_in_features,
+            begun.live,
+            begun.slots if needs[0] or needs[1] else None,
+            begun.group,
+            None,
+            *into,
+            seed,
+        )
+        return {"begun": begun, "call": call}
+
+    def takes_inputs(self, recipe: Any) -> bool:
+        """Whether the previous operation may hand it quantized operands."""
+        return recipe is not None and self._takes_input(recipe.plan(*self._roles(recipe)))
+
+    def takes_gradients(self, recipe: Any) -> bool:
+        """Whether the next operation may hand it a quantized gradient."""
+        return recipe is not None and self._takes_grad(recipe.plan(*self._roles(recipe)))
+
+    def _takes_input(self, plan: Any) -> bool:
+        gathers = self.tensor_parallel_mode == "column" and self.sequence_parallel
+        return takes_inputs(plan) and not gathers
+
+    def _takes_grad(self, plan: Any) -> bool:
+        return takes_gradients(plan) and self.tensor_parallel_mode != "row"
+
+    def _input_taker(self, after: Any, **kwargs: Any) -> Any:
+        call = kwargs["call"]
+        return InputTaker(call) if self._takes_input(call.plan) else None
+
+    def _grad_taker(self, before: Any, **kwargs: Any) -> Any:
+        call = kwargs["call"]
+        return GradientTaker(call) if self._takes_grad(call.plan) else None
+
+    # ------------------------------------------------------------------------------------- a call
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self.multiply(input_, None, kwargs["call"])
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: Any, **kwargs: Any
+    ) -> None:
+        ctx.call = kwargs["call"]
+        ctx.lead = input_.lead if isinstance(input_, Handed) else tuple(input_.shape[:-1])
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, Iterable[Any]]:
+        assert ctx.saved_tensors is not None
+        call = ctx.call
+        if isinstance(grad_output, Gradient):
+            g: Any = grad_output
+        else:
+            g = folded(plain(grad_output).to(call.dtype))
+        g, (dw, _) = self._unlinked(g, list(ctx.saved_tensors), call)
+        if g is not None:
+            g = g.reshape(*ctx.lead, g.shape[-1])
+        return g, (dw,)
+
+    def multiply(self, input_: Any, bias: Any, call: Call) -> tuple[Any, Any]:
+        """(`x w^T + bias`, tensors to save)."""
+        weight: Any = self.weight
+        if call.plan.w_row.layout[0] is None and weight.dtype != call.dtype:
+            weight = weight.to(call.dtype)
+        if isinstance(input_, Handed):
+            return self._of_operands(input_, weight, bias, call)
+        x = plain(input_).to(call.dtype)
+        if x.dim() == 0 or x.shape[-1] != self.local_in_features:
+            raise ValueError(
+                f"input: got shape {tuple(x.shape)}; its last dim must be in_features="
+                f"{self.local_in_features}"
+            )
+        lead = tuple(x.shape[:-1])
+        y: Any = folded(x)
+        saved: tuple[Any, ...] = ()
+        for link, argument in self._links(call, lead):
+            params = (weight, bias) if link is Linear else ()
+            y, kept = link.compute(y, params, argument)
+            saved = (*saved, *kept)
+            lead = link.leading(lead, argument)
+        return y.reshape(*lead, y.shape[-1]), saved
+
+    def _of_operands(self, handed: Handed, weight: Any, bias: Any, call: Call) -> tuple[Any, Any]:
+        y, kept_w = fprop(handed.row, weight, bias, call)
+        lead = handed.lead
+        kept_x = (None, None, None) if handed.col is None else stored(handed.col)
+        if self._tp is not None:
+            for link, argument in self._links(call, lead)[1:]:
+                if link is not Linear:
+                    y, _ = link.compute(y, (), argument)
+                    lead = link.leading(lead, argument)
+        return y.reshape(*lead, y.shape[-1]), (*kept_x, *kept_w)
+
+    def _unlinked(self, g: Any, saved: list[Any], call: Call) -> tuple[Any, Any]:
+        found: Any = (None, None)
+        for link, argument in reversed(self._links(call, None)):
+            if link is Linear:
+                g, found = link.backward(g, saved, argument)
+            else:
+                g, _ = link.backward(g, [], argument)
+        return g, found
+
+    def _links(self, call: Call, lead: Any) -> list[tuple[Any, Any]]:
+        """The linear operation between its collectives; `lead` are the input's dims, if known."""
+        tp, mode = self._tp, self.tensor_parallel_mode
+        if tp is None or mode is None:
+            return [(Linear, call)]
+        sequence = self.sequence_parallel
+        if mode == "column":
+            return [(collectives.Gather if sequence else collectives.Replicate, tp), (Linear, call)]
+        if sequence and lead is not None and (not lead or lead[0] % tp.size):
+            raise ValueError(
+                f"input: got leading dims {tuple(lead)}; sequence_parallel splits the first one, "
+                f"which the {tp.size} ranks do not divide"
+            )
+        last = collectives.ReduceScatter if sequence else collectives.AllReduce
+        return [(Linear, call), (last, tp)]
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.local_in_features}, out_features={self.local_out_features}"
+        mode = self.tensor_parallel_mode
+        return text if mode is None else f"{text}, tensor_parallel_mode={mode!r}"

@@ -1,0 +1,202 @@
+"""`Pipeline`: operations in a row as a piece of work for `autograd.run`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..tensors import prepare_for_saving, restore_from_saved
+from .context import OperationContext
+from .wiring import Key, Wiring, position
+
+__all__ = ["Call", "Pipeline"]
+
+
+class Call(NamedTuple):
+    """One call, for each basic operation of the fuser: whether it takes part in backward, its
+    keyword arguments, and what its neighbours quantize for it (its input, its output's gradient;
+    with a None at the end, which stands before the first one too). `first` is the first one that
+    takes part in backward."""
+
+    requires_grad: list[bool]
+    kwargs: list[dict[str, Any]]
+    input_takers: list[Any]
+    grad_takers: list[Any]
+    first: int
+
+
+class Pipeline:
+    """The basic operations `start` to `stop` of a fuser, as fused for forward and for backward.
+
+    `forward_ops` and `backward_ops` are (operation, indices of its basic operations), each in the
+    order in which they run. `imports` names the extra tensors that it takes after its input,
+    `exports` those that it returns after its output.
+    """
+
+    def __init__(
+        self,
+        ops: list[Any],
+        forward_ops: list[tuple[Any, list[int]]],
+        backward_ops: list[tuple[Any, list[int]]],
+        wiring: Wiring,
+        start: int,
+        stop: int,
+    ) -> None:
+        self.ops, self.wiring = ops, wiring
+        self.forward_ops, self.backward_ops = forward_ops, backward_ops
+        self.start, self.stop = start, stop
+        inside = range(start, stop)
+        # Lists, searched by ==: Dynamo cannot hash a tuple of ints in every version.
+        needed = [key for i in inside for key in wiring.sources[i] if key[0] not in inside]
+        self.imports: list[Key] = list(dict.fromkeys(needed))
+        later = [key for keys in wiring.sources[stop:] for key in keys]
+        wanted = [*wiring.public, *later]
+        self.exports: list[Key] = [k for k in wiring.used if k[0] in inside and k in wanted]
+
+    def parameters(self) -> list[Any]:
+        """The parameters, for autograd to know of."""
+        return [p for i in range(self.start, self.stop) for p in self.ops[i].parameters()]
+
+    # ------------------------------------------------------------------------------------ forward
+    def forward(self, call: Call, tensors: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:
+        """`autograd.run`'s: tensors are the input, the imports, the parameters."""
+        x = tensors[0]
+        extra = dict(zip(self.imports, tensors[1 : 1 + len(self.imports)], strict=True))
+        contexts: dict[int, OperationContext] = {}
+        for op, indices in self.forward_ops:
+            here = [OperationContext(requires_grad=call.requires_grad[i]) for i in indices]
+            x, made = self._run(op, indices, here, x, extra, call)
+            self._keep(indices, made, extra)
+            contexts.update(zip(indices, here, strict=True))
+        saved: list[Any] = []
+        objects: dict[int, Any] = {}
+        for i, ctx in contexts.items():
+            flat, objects[i] = prepare_for_saving(*(ctx.to_save or ()))
+            ctx.to_save = None
+            ctx._save_range = (len(saved), len(saved) + len(flat))
+            saved.extend(flat)
+        note = (contexts, objects)
+        if not self.exports:
+            return _fresh(x, tensors, []), saved, note
+        outputs: list[Any] = []
+        for t in (x, *[extra[key] for key in self.exports]):
+            outputs.append(_fresh(t, tensors, outputs))
+        return tuple(outputs), saved, note
+
+    def _run(
+        self, op: Any, indices: list[int], contexts: list[Any], x: Any, extra: Any, call: Call
+    ) -> tuple[Any, Any]:
+        first, last = indices[0], indices[-1]
+        kwargs: dict[str, Any] = {
+            # None: what the fused operation makes and reads itself.
+            "basic_op_extra_inputs": [
+                tuple([extra.get(key) for key in self.wiring.sources[i]]) for i in indices
+            ],
+            "prev_op_grad_output_quantizer": call.grad_takers[first - 1],
+            "next_op_input_quantizer": call.input_takers[last + 1],
+            "basic_op_kwargs": [call.kwargs[i] for i in indices],
+        }
+        if not op._use_split_forward:
+            x, made = self._placed(op, indices, op.fuser_forward, contexts, x, **kwargs)
+            return x, made
+        kwargs["requires_grad"] = [call.requires_grad[i] for i in indices]
+        y, made, saved = self._placed(op, indices, op.fuser_forward_compute, x, **kwargs)
+        self._placed(op, indices, op.fuser_forward_save_ctx, contexts, x, saved, **kwargs)
+        return y, made
+
+    def _keep(self, indices: list[int], made: Any, extra: dict[Key, Any]) -> None:
+        """Extra outputs, checked and put where consumers find them."""
+        made = [tuple(m) for m in made]
+        counts = [len(m) for m in made]
+        expected = [self.ops[i].num_extra_outputs for i in indices]
+        if counts != expected:
+            raise RuntimeError(
+                f"{position(self.ops, indices[0])}: forward returned {counts} extra outputs for "
+                f"its basic operations; they have {expected}"
+            )
+        for i, tensors in zip(indices, made, strict=True):
+            for slot, t in enumerate(tensors):
+                extra[i, slot] = t
+                if t is None and self._leaves((i, slot), indices):
+                    raise RuntimeError(
+                        f"{position(self.ops, i)}: extra output {slot} is None, and somebody "
+                        "reads it; only what a fused operation uses itself may be None"
+                    )
+
+    def _leaves(self, key: Key, indices: list[int]) -> bool:
+        """Whether an extra output is read outside the operation that made it."""
+        consumers = [j for j, keys in enumerate(self.wiring.sources) if key in keys]
+        return key in self.wiring.public or any(j not in indices for j in consumers)
+
+    # ----------------------------------------------------------------------------------- backward
+    def backward(
+        self, call: Call, note: Any, saved: list[Any], grads: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """`autograd.run`'s: the gradients of its tensors."""
+        contexts, objects = note
+        g = grads[0]
+        extra: dict[Key, Any] = dict(zip(self.exports, grads[1:], strict=True))
+        of_params: dict[int, list[Any]] = {}
+        for op, indices in self.backward_ops:
+            if indices[-1] < call.first:
+                g = None
+                break
+            here = [self._restored(contexts[i], objects[i], saved) for i in indices]
+            of_extra = [
+                tuple([extra.get((i, slot)) for slot in range(self.ops[i].num_extra_outputs)])
+                for i in indices
+            ]
+            g, params, inputs = self._placed(
+                op, indices, op.fuser_backward, here, g, basic_op_grad_extra_outputs=of_extra
+            )
+            for i, found, sums in zip(indices, params, inputs, strict=True):
+                of_params[i] = self._checked(i, list(found))
+                for key, grad in zip(self.wiring.sources[i], sums, strict=True):
+                    extra[key] = _sum(extra.get(key), grad)
+        made: list[Any] = [g, *[extra.get(key) for key in self.imports]]
+        for i in range(self.start, self.stop):
+            count = len(list(self.ops[i].parameters()))
+            made.extend(of_params.get(i, [None] * count))
+        return tuple(made)
+
+    def _restored(self, ctx: Any, objects: Any, saved: list[Any]) -> OperationContext:
+        start, stop = ctx._save_range
+        tensors = saved[start:stop]
+        for i in range(start, stop):
+            saved[i] = None  # the operation holds it now, alone
+        return ctx.for_backward(tuple(restore_from_saved(objects, tensors)))  # type: ignore[no-any-return]
+
+    def _checked(self, i: int, found: list[Any]) -> list[Any]:
+        parameters = list(self.ops[i].parameters())
+        if len(found) != len(parameters):
+            raise RuntimeError(
+                f"{position(self.ops, i)}: backward returned {len(found)} gradients for "
+                f"{len(parameters)} parameters; one for each, None where there is none"
+            )
+        return [g if p.requires_grad else None for g, p in zip(found, parameters, strict=True)]
+
+    def _placed(self, op: Any, indices: list[int], method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of an operation; its errors say where in the pipeline it stands."""
+        if torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        try:
+            return method(*args, **kwargs)
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            if type(error) not in (ValueError, TypeError, RuntimeError, NotImplementedError):
+                raise
+            where = ", ".join([position(self.ops, i) for i in indices])
+            raise type(error)(f"{where}: {error}") from error
+
+
+def _fresh(t: Any, given: tuple[Any, ...], made: list[Any]) -> Any:
+    """`t` as an output of its own: autograd tells outputs apart by object."""
+    if any([t is other for other in (*given, *made)]):  # noqa: C419  (2.11 traces lists)
+        return t.detach()
+    return t
+
+
+def _sum(a: Any, b: Any) -> Any:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

@@ -1,0 +1,89 @@
+"""`QuantizedOperation`: a basic operation that quantizes by the recipe it runs in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..module import Module
+from ..quantizers import Float8Quantizer
+from ..recipe import Recipe, RecipeState
+from ..recipe.roles import QuantizerRole
+from .basic_operation import BasicOperation
+
+__all__ = ["QuantizedOperation"]
+
+MODES = ("forward", "backward")
+# What a layer's slots are called in delayed scaling's state, by position.
+SLOTS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
+
+
+class QuantizedOperation(BasicOperation, Module):
+    """A basic operation with the slots of a linear layer, of which it uses the first ones.
+
+    Calls read the ambient recipe in `begin`; `get_quantizer` shows what the last eager call, or
+    `reset_recipe_state`, left.
+    """
+
+    _framework = True
+    _counts = {"forward": 0, "backward": 0}
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self._setup(None, device)
+        self._has_own_roles = False
+        self._recipe: Recipe | None = None
+        self._quantizers: dict[str, list[Any]] = {}
+
+    # ---------------------------------------------------------------------------------- quantizers
+    def num_quantizers(self, mode: str) -> int:
+        if mode not in MODES:
+            raise ValueError(
+                f"{type(self).__name__}: mode: got {mode!r}; allowed: 'forward', 'backward'"
+            )
+        return self._counts[mode]
+
+    def get_quantizer_roles(
+        self, mode: str | None = None, *, fwd: bool = True, num_quantizers: int | None = None
+    ) -> list[QuantizerRole | None] | None:
+        """Roles of the quantizers of a mode; with `num_quantizers`, of a linear layer's slots."""
+        mode = mode or ("forward" if fwd else "backward")
+        kinds = SLOTS[mode][: self._counts[mode]]
+        roles: list[QuantizerRole | None] = [QuantizerRole("linear", kind, "") for kind in kinds]
+        missing = (num_quantizers or len(roles)) - len(roles)
+        return [*roles, *[None for _ in range(missing)]]
+
+    def get_quantizer(self, mode: str, index: int) -> Any:
+        super().get_quantizer(mode, index)
+        if self._recipe is None:
+            return None
+        if mode not in self._quantizers:
+            self._quantizers[mode] = self._made(mode, self._recipe)
+        return self._quantizers[mode][index]
+
+    def _made(self, mode: str, recipe: Recipe) -> list[Any]:
+        count = self.num_quantizers(mode)
+        state = RecipeState.create(
+            recipe,
+            mode=mode,
+            num_quantizers=count,
+            device=self.delayed.scale_input.device,
+            roles=self.get_quantizer_roles(mode),
+        )
+        made = state.make_quantizers()
+        for slot, quantizer, delayed in zip(
+            SLOTS[mode], made, (*state.delayed_slots, False, False), strict=False
+        ):
+            if delayed and isinstance(quantizer, Float8Quantizer):
+                quantizer.scale, quantizer.amax = self.delayed.live(slot)
+        return made
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        if recipe is None or self._recipe is None or recipe != self._recipe:
+            self._recipe = recipe
+            self._quantizers = {}
+
+    # ------------------------------------------------------------------------------ end of a call
+    def end(self, **kwargs: Any) -> None:
+        self._end(kwargs["begun"])

@@ -1,0 +1,190 @@
+"""`Sequential`: modules in a row, of which consecutive operations run as one pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from .basic_operation import BasicOperation
+from .fuser import OperationFuser
+from .fusible import FusibleOperation
+
+__all__ = ["Sequential"]
+
+
+class Sequential(nn.Module):
+    """Modules in a row, from arguments or one dict of them; otherwise a list of modules.
+
+    Consecutive `FusibleOperation`s are one `OperationFuser`, other modules run as they are.
+    """
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__()
+        if len(modules) == 1 and isinstance(modules[0], dict):
+            for name, module in modules[0].items():
+                self.add_module(name, module)
+        else:
+            for i, module in enumerate(modules):
+                self.add_module(str(i), module)
+        self._module_groups: list[Any] = []
+        self._regroup()
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        if "_module_groups" in self.__dict__:
+            self._regroup()
+
+    def _regroup(self) -> None:
+        groups: list[Any] = []
+        for module in self._modules.values():
+            if isinstance(module, FusibleOperation):
+                if not groups or not isinstance(groups[-1], list):
+                    groups.append([])
+                groups[-1].append(module)
+            else:
+                groups.append(module)
+        self._module_groups = [
+            OperationFuser.later(g) if isinstance(g, list) else g for g in groups
+        ]
+
+    # --------------------------------------------------------------------------------------- list
+    def _key(self, index: int) -> str:
+        n = len(self._modules)
+        if not -n <= index < n:
+            raise IndexError(f"Sequential: index {index} is out of range; it has {n} modules")
+        return list(self._modules)[index % n]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return type(self)(*list(self)[index])
+        return self._modules[self._key(index)]
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        self._modules[self._key(index)] = module
+        self._regroup()
+
+    def __delitem__(self, index: int | slice) -> None:
+        modules = list(self)
+        del modules[index]
+        self._replace(modules)
+
+    def append(self, module: nn.Module) -> Sequential:
+        return self.extend([module])
+
+    def extend(self, modules: Iterable[nn.Module]) -> Sequential:
+        self._replace([*self, *modules])
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Sequential:
+        modules = list(self)
+        modules.insert(index, module)
+        self._replace(modules)
+        return self
+
+    def pop(self, index: int | slice) -> Any:
+        found = self[index]
+        del self[index]
+        return found
+
+    def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
+        return type(self)(*self, *modules)
+
+    def __iadd__(self, modules: Iterable[nn.Module]) -> Sequential:
+        return self.extend(modules)
+
+    def _replace(self, modules: list[Any]) -> None:
+        """These modules, named by position from the first that changed place on."""
+        names = list(self._modules)
+        same = 0
+        for old, new in zip(self._modules.values(), modules, strict=False):
+            if old is not new:
+                break
+            same += 1
+        kept = dict(list(self._modules.items())[:same])
+        for i, module in enumerate(modules[same:], same):
+            name = str(i)
+            if name in kept:  # a dict's names, that look like positions
+                raise ValueError(
+                    f"Sequential: the module named {name!r} is in the way of the one at position "
+                    f"{i}; names here: {', '.join(names)}"
+                )
+            kept[name] = module
+        self._modules.clear()
+        self._modules.update(kept)
+        self._regroup()
+
+    # ------------------------------------------------------------------------------------ forward
+    def forward(
+        self,
+        input: Any,  # noqa: A002
+        *extra_inputs: Any,
+        op_kwargs: dict[Any, dict[str, Any]] | None = None,
+    ) -> Any:
+        """The output, or (it, extra outputs...). Extra inputs are taken from the left.
+
+        `op_kwargs` are keyword arguments of operations: {BasicOperation, or its index: {...}}.
+        """
+        given = self._given(op_kwargs or {})
+        wanted = sum([g.num_extra_inputs for g in self._module_groups if _fused(g)])
+        if wanted != len(extra_inputs):
+            raise ValueError(
+                f"Sequential: extra_inputs: got {len(extra_inputs)}; its operations take {wanted}"
+            )
+        made = _run(self._module_groups, input, extra_inputs, given)
+        return made[0] if len(made) == 1 else made
+
+    def _given(self, op_kwargs: dict[Any, dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
+        """(operation, its keyword arguments)."""
+        made = []
+        for key, kwargs in op_kwargs.items():
+            op = self[key] if isinstance(key, int) else key
+            if not isinstance(op, BasicOperation):
+                raise ValueError(
+                    f"Sequential: op_kwargs: got the key {key!r}; a BasicOperation of this "
+                    "Sequential, or the index of one, is needed"
+                )
+            known = [o for g in self._module_groups if _fused(g) for o in g._basic_ops]
+            if not any([op is other for other in known]):  # noqa: C419
+                raise ValueError(
+                    f"Sequential: op_kwargs: {type(op).__name__} is no operation of this Sequential"
+                )
+            made.append((op, kwargs))
+        return made
+
+
+def _run(groups: list[Any], x: Any, extra: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
+    """(output, extra outputs...) of the groups in a row. Not by a loop: a graph that breaks in one
+    is lost."""
+    if not groups:
+        return (x,)
+    group, count = groups[0], 0
+    if _fused(group):
+        count = group.num_extra_inputs
+        kwargs = [_found(given, op) for op in group._basic_ops]
+        made = group(x, *extra[:count], basic_op_kwargs=kwargs)
+    else:
+        made = group(x)
+    more: tuple[Any, ...] = ()
+    if _fused(group) and isinstance(made, tuple):
+        made, more = made[0], made[1:]
+    y, *rest = _run(groups[1:], made, extra[count:], given)
+    return (y, *more, *rest)
+
+
+def _fused(group: Any) -> bool:
+    return isinstance(group, OperationFuser)
+
+
+def _found(given: list[tuple[Any, dict[str, Any]]], op: Any) -> dict[str, Any]:
+    for other, kwargs in given:
+        if other is op:
+            return kwargs
+    return {}

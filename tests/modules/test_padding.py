@@ -1,0 +1,55 @@
+"""Padding modules: zeros between splits, and away again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import minifloat as mf
+from minifloat.recipe import Float8CurrentScaling, MXFP8BlockScaling
+
+
+def test_there_and_back() -> None:
+    x, splits = torch.randn(12, 3, requires_grad=True), [5, 0, 7]
+    padded, sizes = mf.Fp8Padding(3, 4)(x, splits)
+    assert sizes == [8, 0, 8]
+    for block, part in zip(padded.split(sizes), x.split(splits), strict=True):
+        assert torch.equal(block[: len(part)], part) and not block[len(part) :].any()
+    out = mf.Fp8Unpadding(3, 4)(padded, splits)
+    assert torch.equal(out, x)
+    (grad,) = torch.autograd.grad((out * 2).sum(), x)
+    assert bool((grad == 2).all())
+
+
+def test_nothing_to_pad_is_the_same_object() -> None:
+    x, splits = torch.randn(12, 3), [4, 8]
+    padded, sizes = mf.Fp8Padding(2, 4)(x, splits)
+    assert padded is x and sizes is splits
+    assert mf.Fp8Unpadding(2, 4)(x, splits) is x
+
+
+def test_the_recipe_of_the_first_forward_stays() -> None:
+    layer = mf.Fp8Padding(1)
+    with mf.autocast(recipe=MXFP8BlockScaling()):
+        assert layer(torch.randn(3, 2), [3])[1] == [32]
+    with mf.autocast(recipe=Float8CurrentScaling()):
+        assert layer(torch.randn(3, 2), [3])[1] == [32]
+        assert mf.Fp8Padding(1)(torch.randn(3, 2), [3])[1] == [16]
+
+
+def test_one_graph() -> None:
+    pads, unpads = mf.Fp8Padding(2, 8), mf.Fp8Unpadding(2, 8)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def through(x: torch.Tensor) -> torch.Tensor:
+        padded, _ = pads(x, [5, 2])
+        return unpads(padded * 2, [5, 2])
+
+    x = torch.randn(7, 3)
+    assert torch.equal(through(x), x * 2)
+
+
+@pytest.mark.parametrize("splits", [[5], [5, -1], [5, 6]])
+def test_bad_splits(splits: list[int]) -> None:
+    with pytest.raises(ValueError, match="splits"):
+        mf.Fp8Padding(2, 4)(torch.randn(12, 3), splits)

@@ -1,0 +1,273 @@
+"""`OperationFuser`: channels, registered fusions, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from minifloat import ops
+from minifloat.ops import OperationFuser
+
+
+def residual(width: int = 8) -> ops.Sequential:
+    """`y = x + gelu(x + bias)`, by a channel."""
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.Bias(width),
+        ops.GELU(),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+# -------------------------------------------------------------------------------------- channels
+def test_a_channel_joins_output_and_input() -> None:
+    model = residual()
+    x = torch.randn(3, 8, requires_grad=True)
+    y = model(x)
+    expected = x + torch.nn.functional.gelu(x + model[1].bias, approximate="tanh")
+    torch.testing.assert_close(y, expected)
+    grads = torch.autograd.grad(expected.sum(), (x, model[1].bias))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, grads[0])
+    torch.testing.assert_close(model[1].bias.grad, grads[1])
+    assert model._module_groups[0].num_extra_inputs == 0
+
+
+def test_gradients_of_a_channel_are_summed() -> None:
+    """Two consumers, and the caller."""
+    model = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "a"),
+        ops.AddExtraInput().set_extra_input_channel(0, "a"),
+        ops.ConstantScale(3.0),
+        ops.AddExtraInput().set_extra_input_channel(0, "a"),
+        ops.AddExtraInput(),
+    )
+    x, other = (torch.randn(2, 3, requires_grad=True) for _ in range(2))
+    y, a = model(x, other)
+    torch.testing.assert_close(y, 7 * x + other)
+    assert torch.equal(a, x)
+    torch.autograd.backward((y, a), (torch.ones(2, 3), torch.full((2, 3), 10.0)))
+    torch.testing.assert_close(x.grad, torch.full((2, 3), 17.0))
+    torch.testing.assert_close(other.grad, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            lambda: [ops.AddExtraInput().set_extra_input_channel(0, "a")],
+            r"channel 'a': AddExtraInput \(op 0 of 1\), extra input 0, reads it, and no operation",
+        ),
+        (
+            lambda: [
+                ops.AddExtraInput().set_extra_input_channel(0, "a"),
+                ops.MakeExtraOutput().set_extra_output_channel(0, "a"),
+            ],
+            r"AddExtraInput \(op 0 of 2\), extra input 0, reads it before MakeExtraOutput \(op 1",
+        ),
+        (
+            lambda: [
+                ops.MakeExtraOutput().set_extra_output_channel(0, "a"),
+                ops.GELU(),
+                ops.MakeExtraOutput().set_extra_output_channel(0, "a"),
+            ],
+            r"MakeExtraOutput \(op 2 of 3\), extra output 0, puts a second tensor on it, after Mak",
+        ),
+    ],
+)
+def test_wrong_wiring(model: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OperationFuser(model())
+    with pytest.raises(ValueError, match=message):
+        ops.Sequential(*model())(torch.ones(2))
+
+
+def test_arguments_of_channels() -> None:
+    op = ops.AddExtraInput()
+    with pytest.raises(IndexError, match="AddExtraInput: index: got 1; it has 1 extra inputs"):
+        op.set_extra_input_channel(1, "a")
+    for name in ("", 3):
+        with pytest.raises(ValueError, match="name: got .*; a non-empty string"):
+            op.set_extra_input_channel(0, name)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="output_to_caller: got 1"):
+        ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=1)  # type: ignore[arg-type]
+    made = ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False)
+    made.set_extra_output_channel(0, None)
+    assert len(made(torch.ones(2))) == 2
+
+
+def test_an_operation_of_a_fuser_keeps_its_channels() -> None:
+    model = residual()
+    model(torch.ones(2, 8))
+    message = r"AddExtraInput: the channel of extra input 0 .* captured .* \(op 3 of 4\)"
+    with pytest.raises(RuntimeError, match=message):
+        model[3].set_extra_input_channel(0, "other")
+    # In another fuser, where nothing is on its channel:
+    with pytest.raises(ValueError, match=r"AddExtraInput \(op 1 of 2\), extra input 0, reads it"):
+        ops.Sequential(ops.GELU(), model[3])(torch.ones(2, 8))
+    alone = ops.AddExtraInput()
+    alone(torch.ones(2), torch.ones(2))
+    with pytest.raises(RuntimeError, match="captured the operation"):
+        alone.set_extra_input_channel(0, "a")
+
+
+def test_the_number_of_extra_inputs_is_checked() -> None:
+    message = r"extra_inputs: got 0, 1 are needed: AddExtraInput \(op 1 of 2\), extra input 0"
+    with pytest.raises(ValueError, match=message):
+        OperationFuser([ops.GELU(), ops.AddExtraInput()])(torch.ones(2))
+    with pytest.raises(ValueError, match="got 1, 0 are needed"):
+        ops.GELU()(torch.ones(2), torch.ones(2))
+    with pytest.raises(ValueError, match="basic_op_kwargs: got 2 for 1"):
+        OperationFuser([ops.GELU()])(torch.ones(2), basic_op_kwargs=[{}, {}])
+    with pytest.raises(TypeError, match="ops: got Linear"):
+        OperationFuser([torch.nn.Linear(2, 2)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="ops: got none"):
+        OperationFuser([])
+
+
+def test_errors_of_operations_name_their_position() -> None:
+    model = ops.Sequential(ops.Identity(), ops.SwiGLU(), ops.Identity())
+    message = r"SwiGLU \(op 1 of 3\): input: got shape \(2, 7\); h: got 7 columns"
+    with pytest.raises(ValueError, match=message):
+        model(torch.ones(2, 7))
+    with pytest.raises(ValueError, match=r"BasicLinear \(op 0 of 2\): input: got shape \(2, 7\)"):
+        ops.Linear(8, 8)(torch.ones(2, 7))
+    with pytest.raises(ValueError, match=r"Bias \(op 0 of 1\): input: got shape"):
+        ops.Bias(4)(torch.ones(2, 3))
+
+
+# ----------------------------------------------------------------------------------- registration
+@pytest.fixture
+def restored() -> Iterator[None]:
+    names = ("forward", "backward", "forward_backward")
+    lists = [getattr(OperationFuser, f"{n}_fusion_functions") for n in names]
+    kept = [list(x) for x in lists]
+    yield
+    for now, then in zip(lists, kept, strict=True):
+        now[:] = then
+
+
+class Twice(ops.FusedOperation):
+    """Two scales as one."""
+
+    def fuser_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+        return input_ * (self.basic_ops[0].scale * self.basic_ops[1].scale), [(), ()], ()
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Any, tensors_to_save: Any, **kwargs: Any
+    ) -> None:
+        for i, (op, ctx) in enumerate(zip(self.basic_ops, basic_op_ctxs, strict=True)):
+            op.fuser_forward_save_ctx([ctx], input_, (), **self.basic_kwargs(i, kwargs))
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+        scale = self.basic_ops[0].scale * self.basic_ops[1].scale
+        return grad_output * scale, [(), ()], [(), ()]
+
+
+def fuse_scales(ops_: list[Any], *, recipe: Any) -> list[Any]:
+    made: list[Any] = []
+    for op in ops_:
+        last = made[-1] if made else None
+        if isinstance(op, ops.ConstantScale) and isinstance(last, ops.ConstantScale):
+            made[-1] = Twice([last, op])
+        else:
+            made.append(op)
+    return made
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("direction", ["forward", "backward", "forward_backward"])
+def test_a_registered_fusion_is_used(direction: str) -> None:
+    getattr(ops, f"register_{direction}_fusion")(fuse_scales, prepend=True)
+    model = ops.Sequential(ops.Identity(), ops.ConstantScale(2.0), ops.ConstantScale(4.0))
+    x = torch.randn(3, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(y, 8 * x) and torch.equal(x.grad, torch.full((3,), 8.0))
+    fuser = model._module_groups[0]
+    there = [[type(op) for op, _ in fuser._forward_ops], [type(o) for o, _ in fuser._backward_ops]]
+    assert (Twice in there[0]) == ("forward" in direction.split("_"))
+    assert (Twice in there[1]) == ("backward" in direction.split("_"))
+    if direction != "backward":
+        assert fuser._forward_ops[1][1] == [1, 2]
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize(
+    ("fusion", "message"),
+    [
+        (lambda ops_, *, recipe: ops_[:-1], r"dropped ConstantScale \(op 1 of 2\)"),
+        (lambda ops_, *, recipe: ops_[::-1], r"moved GELU \(op 0 of 2\)"),
+        (lambda ops_, *, recipe: [*ops_, ops.Identity()], "added Identity after the last of 2"),
+    ],
+)
+def test_a_fusion_that_loses_operations(fusion: Any, message: str) -> None:
+    ops.register_forward_fusion(fusion)
+    with pytest.raises(RuntimeError, match=f"fusion .*lambda.*: {message}"):
+        ops.Sequential(ops.GELU(), ops.ConstantScale(2.0))(torch.ones(2))
+
+
+def test_registration_takes_functions() -> None:
+    with pytest.raises(TypeError, match="func: got 3"):
+        ops.register_forward_fusion(3)  # type: ignore[arg-type]
+
+
+def test_hooks_run() -> None:
+    seen: list[Any] = []
+
+    class Hooked(ops.Identity):
+        def pre_first_fuser_forward(self) -> None:
+            seen.append("first")
+
+        def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+            seen.append(requires_grad)
+
+    model = ops.Sequential(Hooked())
+    model(torch.ones(2))
+    model(torch.ones(2, requires_grad=True))
+    assert seen == ["first", False, True]
+
+
+def test_wrong_numbers_of_results() -> None:
+    class Gives(ops.Identity):
+        def op_backward(self, ctx: Any, grad_output: Any) -> Any:
+            return grad_output, (grad_output,)
+
+    message = r"Gives \(op 1 of 2\): backward returned 1 gradients for 0 parameters"
+    with pytest.raises(RuntimeError, match=message):
+        ops.Sequential(ops.GELU(), Gives())(torch.ones(2, 2, requires_grad=True)).sum().backward()
+
+    class Makes(ops.MakeExtraOutput):
+        def fuser_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+            return input_, [(None,)], ()
+
+    with pytest.raises(RuntimeError, match=r"Makes \(op 0 of 1\): extra output 0 is None"):
+        Makes()(torch.ones(2))
+
+
+def test_backward_twice_with_a_retained_graph() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    y = residual()(x)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(y.sum(), x)[0])
+
+
+def test_in_place_leaves_channels_alone() -> None:
+    """What is on a channel may be saved by operations in between."""
+    made = [
+        ops.MakeExtraOutput(in_place=True).set_extra_output_channel(0, "x", output_to_caller=False),
+        ops.GELU(),
+        ops.AddExtraInput(in_place=True).set_extra_input_channel(0, "x"),
+    ]
+    x = torch.randn(3, 4, requires_grad=True)
+    grad = torch.randn(3, 4)
+    given = grad.clone()
+    y = ops.Sequential(ops.ConstantScale(2.0), *made)(x)
+    y.backward(given)
+    z = x.detach().clone().requires_grad_()
+    (2 * z + torch.nn.functional.gelu(2 * z, approximate="tanh")).backward(grad)
+    torch.testing.assert_close(x.grad, z.grad)
+    assert torch.equal(given, grad)

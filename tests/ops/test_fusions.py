@@ -1,0 +1,259 @@
+"""The table of fusions: which one appears where, and that it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import minifloat
+from minifloat import ops
+from minifloat import recipe as recipes
+from minifloat.ops import OperationFuser
+from minifloat.ops.fused.rows import BACKWARD, FORWARD
+
+from .cases import RECIPES, mlp, step
+
+BF16 = torch.bfloat16
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """No fusion at all."""
+    lists = OperationFuser.forward_fusion_functions, OperationFuser.backward_fusion_functions
+    kept = [list(x) for x in lists]
+    for x in lists:
+        x.clear()
+    try:
+        yield
+    finally:
+        for now, then in zip(lists, kept, strict=True):
+            now[:] = then
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline, and the classes of its operations as fused; backward's run from the end."""
+
+    name: str
+    make: Callable[[], list[Any]]
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    recipe: str | None = None
+    extra: int = 0
+    rounds: bool = False  # fused, it rounds less often
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def linear(bias: bool = True, dtype: torch.dtype = BF16) -> ops.Linear:
+    return ops.Linear(32, 32, bias=bias, dtype=dtype)
+
+
+CASES = (
+    Case(
+        "LinearBiasActivation",
+        lambda: [linear(), ops.GELU()],
+        ("ForwardLinearBiasActivation", "GELU"),
+        ("GELU", "Bias", "BasicLinear"),
+        rounds=True,
+    ),
+    Case(
+        "no_LinearBiasActivation_in_fp32",
+        lambda: [linear(dtype=torch.float32)],
+        ("BasicLinear", "Bias"),
+        ("Bias", "BasicLinear"),
+    ),
+    Case(
+        "LinearBiasAdd",
+        lambda: [linear(), ops.AddExtraInput(in_place=True)],
+        ("ForwardLinearBiasAdd",),
+        ("AddExtraInput", "Bias", "BasicLinear"),
+        extra=1,
+        rounds=True,
+    ),
+    Case(
+        "LinearAdd_forward",
+        lambda: [linear(bias=False), ops.AddExtraInput(in_place=True)],
+        ("ForwardLinearBiasAdd",),
+        ("AddExtraInput", "BasicLinear"),
+        extra=1,
+    ),
+    Case(
+        "no_LinearAdd_out_of_place",
+        lambda: [linear(bias=False), ops.AddExtraInput()],
+        ("BasicLinear", "AddExtraInput"),
+        ("AddExtraInput", "BasicLinear"),
+        extra=1,
+    ),
+    Case(
+        "LinearScaleAdd",
+        lambda: [linear(bias=False), ops.ConstantScale(0.5), ops.AddExtraInput(in_place=True)],
+        ("ForwardLinearScaleAdd",),
+        ("AddExtraInput", "BackwardLinearScale"),
+        extra=1,
+    ),
+    Case(
+        "LinearAdd_backward",
+        lambda: [ops.GELU(), ops.MakeExtraOutput(in_place=True), linear(bias=False)],
+        ("GELU", "MakeExtraOutput", "BasicLinear"),
+        ("BackwardLinearAdd", "GELU"),
+    ),
+    Case(
+        "ActivationBias",
+        lambda: [linear(), ops.GELU(), linear(bias=False)],
+        ("ForwardLinearBiasActivation", "ForwardActivationQuantize", "BasicLinear"),
+        ("BasicLinear", "BackwardActivationBias", "BasicLinear"),
+        recipe="mxfp8",
+        rounds=True,
+    ),
+    Case(
+        "ActivationBias_after_Quantize",
+        lambda: [ops.Quantize(forward=False, backward=True), ops.Bias(32), ops.ReLU()],
+        ("Quantize", "Bias", "ReLU"),
+        ("BackwardActivationBias", "Quantize"),
+        recipe="current",
+    ),
+    Case(
+        "no_ActivationBias_without_recipe",
+        lambda: [ops.Quantize(forward=False, backward=True), ops.Bias(32), ops.ReLU()],
+        ("Quantize", "Bias", "ReLU"),
+        ("ReLU", "Bias", "Quantize"),
+    ),
+    Case(
+        "d_activation_quantize",
+        lambda: [linear(bias=False), ops.SReLU(), linear(bias=False)],
+        ("BasicLinear", "ForwardActivationQuantize", "BasicLinear"),
+        ("BasicLinear", "BackwardActivationQuantize", "BasicLinear"),
+        recipe="delayed",
+    ),
+    Case(
+        "AddRMSNorm",
+        lambda: [ops.MakeExtraOutput(), ops.RMSNorm(32, dtype=BF16)],
+        ("MakeExtraOutput", "RMSNorm"),
+        ("BackwardAddRMSNorm",),
+        rounds=True,
+    ),
+    Case(
+        "norm_quantize",
+        lambda: [ops.LayerNorm(32, dtype=BF16), linear()],
+        ("ForwardNormQuantize", "ForwardLinearBiasActivation"),
+        ("Bias", "BasicLinear", "LayerNorm"),
+        recipe="block",
+        rounds=True,
+    ),
+    Case(
+        "no_norm_quantize_for_override",
+        lambda: [ops.RMSNorm(32, dtype=BF16), linear(bias=False)],
+        ("RMSNorm", "BasicLinear"),
+        ("BasicLinear", "RMSNorm"),
+        recipe="override",
+    ),
+    Case(
+        "quantize_hands_over",
+        lambda: [ops.GELU(), ops.Quantize(), linear(bias=False)],
+        ("GELU", "Quantize", "BasicLinear"),
+        ("BasicLinear", "Quantize", "GELU"),
+        recipe="mxfp8",
+    ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_which_fusion_appears_where(case: Case) -> None:
+    recipe = RECIPES.get(case.recipe or "")
+    if case.recipe == "override":
+        recipe = recipes.Float8CurrentScaling(backward_override="high_precision")
+    torch.manual_seed(4)
+    model = ops.Sequential(*case.make())
+    other = copy.deepcopy(model)
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    x = torch.randn(4, 8, 32).to(dtype)
+    extra = [torch.randn(4, 8, 32).to(dtype) for _ in range(case.extra)]
+    got = step(model, _without_leaves(model), x, recipe, *extra)
+    fuser = model._module_groups[0]
+    assert tuple(type(op).__name__ for op, _ in fuser._forward_ops) == case.forward
+    assert tuple(type(op).__name__ for op, _ in fuser._backward_ops) == case.backward
+    with unfused():
+        expected = step(other, _without_leaves(other), x, recipe, *extra)
+    for a, b in zip(expected, got, strict=True):
+        if case.rounds:  # a sum is rounded once instead of twice: one code apart, or one ulp
+            assert (a - b).norm() <= 0.02 * a.norm()
+        else:
+            assert torch.equal(a, b)
+
+
+def _without_leaves(model: Any) -> Callable[..., Any]:
+    """Extra inputs that may be written to."""
+    return lambda x, *extra: model(x, *[t * 1.0 for t in extra])
+
+
+def test_every_row_is_covered() -> None:
+    seen = {name for case in CASES for name in (*case.forward, *case.backward)}
+    assert {row.fused.__name__ for row in (*FORWARD, *BACKWARD)} <= seen  # type: ignore[attr-defined]
+
+
+def test_the_functions_of_rows_are_on_their_classes() -> None:
+    parts = [ops.BasicLinear(8, 8, dtype=BF16), ops.Bias(8, dtype=BF16)]
+    (made,) = ops.ForwardLinearBiasActivation.fuse_forward_ops(parts)  # type: ignore[attr-defined]
+    assert isinstance(made, ops.ForwardLinearBiasActivation)
+    found = ops.BackwardActivationBias.fuse_backward_ops(  # type: ignore[attr-defined]
+        [*parts, ops.GELU()], recipe=recipes.MXFP8BlockScaling()
+    )
+    assert [type(op) for op in found] == [ops.BasicLinear, ops.BackwardActivationBias]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_hand_over_has_the_bits_of_separate_casts(name: str) -> None:
+    """Without biases, whose sum a fused product rounds once."""
+    fused, plain = mlp(BF16, bias=False), mlp(BF16, bias=False)
+    for seed in range(2):
+        x = torch.randn(5, 7, 32, generator=torch.Generator().manual_seed(seed)).to(BF16)
+        got = step(fused, fused, x, RECIPES[name])
+        with unfused():
+            expected = step(plain, plain, x, RECIPES[name])
+        for a, b in zip(expected, got, strict=True):
+            assert torch.equal(a, b)
+    there = [type(op).__name__ for op, _ in fused._module_groups[0]._forward_ops]
+    assert there[0] == "ForwardNormQuantize" and there[2] == "ForwardActivationQuantize"
+
+
+def test_fusing_follows_the_recipe() -> None:
+    model = mlp(BF16)
+    x = torch.randn(4, 32, dtype=BF16)
+    fuser = model._module_groups[0]
+    found = []
+    for recipe in (None, recipes.MXFP8BlockScaling(), None):
+        step(model, model, x, recipe)
+        found.append([type(op).__name__ for op, _ in fuser._forward_ops])
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_users_operation_may_hand_over() -> None:
+    """`next_op_input_quantizer` quantizes for the next operation, whatever stands before it."""
+
+    class Doubles(ops.Identity):
+        def op_forward_compute(
+            self, input_: Any, *, next_op_input_quantizer: Any, **kwargs: Any
+        ) -> tuple[Any, Any]:
+            y = input_ * 2
+            return y if next_op_input_quantizer is None else next_op_input_quantizer.quantize(y), ()
+
+        def op_backward(self, ctx: Any, grad_output: Any) -> Any:
+            return grad_output * 2, ()
+
+    torch.manual_seed(0)
+    model = ops.Sequential(Doubles(), linear(bias=False))
+    x: Tensor = torch.randn(4, 8, 32, dtype=BF16)
+    for recipe in (None, *RECIPES.values()):
+        with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
+            expected = model[1](x * 2)
+            assert torch.equal(model(x), expected)

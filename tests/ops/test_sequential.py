@@ -1,0 +1,107 @@
+"""`Sequential` is a list of modules, and groups its operations."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from minifloat import ops
+
+from .cases import mlp
+
+
+def test_it_is_a_list() -> None:
+    a, b, c, d = (ops.ConstantScale(float(i)) for i in range(1, 5))
+    model = ops.Sequential(a, b)
+    assert model.append(c) is model and list(model) == [a, b, c]
+    model.insert(1, d)
+    assert list(model) == [a, d, b, c] and len(model) == 4
+    assert model.pop(1) is d and list(model) == [a, b, c]
+    assert model[-1] is c and list(model[:2]) == [a, b]
+    model[0] = d
+    del model[1]
+    assert list(model) == [d, c]
+    model += [a, b]
+    assert list(model) == [d, c, a, b] and list(model + [c]) == [d, c, a, b, c]
+    del model[1:3]
+    assert list(model) == [d, b] and list(model._modules) == ["0", "1"]
+    x = torch.ones(2)
+    assert torch.equal(model(x), x * 8)
+    model.extend([c])
+    assert torch.equal(model(x), x * 24)
+    with pytest.raises(IndexError, match="index 7 is out of range; it has 3 modules"):
+        model[7]
+
+
+def test_names_come_from_a_dict() -> None:
+    model = ops.Sequential({"norm": ops.RMSNorm(8), "proj": ops.Linear(8, 4)})
+    assert list(model.state_dict()) == [
+        "norm.weight",
+        "proj.basic_ops.0.weight",
+        "proj.basic_ops.1.bias",
+    ]
+    assert model(torch.ones(2, 8)).shape == (2, 4)
+
+
+def test_groups() -> None:
+    inner = nn.Linear(8, 8)
+    model = ops.Sequential(ops.GELU(), ops.GELU(), inner, ops.GELU())
+    first, second, third = model._module_groups
+    assert len(first._basic_ops) == 2 and second is inner and len(third._basic_ops) == 1
+    model[2] = ops.Identity()
+    assert len(model._module_groups) == 1
+
+
+def test_extra_tensors_across_groups() -> None:
+    model = ops.Sequential(
+        ops.AddExtraInput(), ops.MakeExtraOutput(), nn.Identity(), ops.AddExtraInput()
+    )
+    x, a, b = (torch.randn(2, 3) for _ in range(3))
+    y, extra = model(x, a, b)
+    assert torch.equal(extra, x + a) and torch.equal(y, (x + a) + b)
+    with pytest.raises(ValueError, match="extra_inputs: got 1; its operations take 2"):
+        model(x, a)
+
+
+def test_op_kwargs_are_checked() -> None:
+    model = ops.Sequential(nn.Identity(), ops.GELU())
+    for key in (0, nn.Identity(), "gelu"):
+        with pytest.raises(ValueError, match="op_kwargs: got the key"):
+            model(torch.ones(2), op_kwargs={key: {}})
+    with pytest.raises(ValueError, match="GELU is no operation of this Sequential"):
+        model(torch.ones(2), op_kwargs={ops.GELU(): {}})
+
+
+def test_copies_are_independent() -> None:
+    model = mlp()
+    x = torch.randn(4, 32)
+    expected = model(x)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model[1].weight.zero_()
+    assert torch.equal(other(x), expected) and not torch.equal(model(x), expected)
+
+
+def test_state_dicts_load() -> None:
+    model, other = mlp(), mlp()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.5)
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(4, 32)
+    assert torch.equal(model(x), other(x))
+
+
+def test_parameters_of_a_container_are_set_where_they_live() -> None:
+    layer = ops.Linear(4, 6)
+    weight = nn.Parameter(torch.ones(6, 4))
+    layer.weight = weight
+    assert layer.basic_ops[0].weight is weight and list(layer.state_dict()) == [
+        "basic_ops.0.weight",
+        "basic_ops.1.bias",
+    ]
+    with pytest.raises(AttributeError, match="pass bias=True"):
+        ops.Linear(4, 6, bias=False).bias = nn.Parameter(torch.zeros(6))
