@@ -1,9 +1,21 @@
 """minifloat: train transformers in 8 and 4 bits with PyTorch. See README.md."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import dynamo, recipe, reference
 from ._version import __version__
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
-from .modules import LayerNormLinear, LayerNormMLP, Linear, Module, checkpoint, quantize_weight
+from .modules import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    Module,
+    checkpoint,
+    quantize_weight,
+)
 from .quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -31,6 +43,8 @@ from .tensors import (
     Float8BlockwiseQTensorStorage,
     Float8Tensor,
     Float8TensorStorage,
+    GroupedTensor,
+    GroupedTensorStorage,
     HybridQuantizedTensor,
     HybridQuantizedTensorStorage,
     IdentityTensor,
@@ -41,12 +55,36 @@ from .tensors import (
     NVFP4TensorStorage,
     QuantizedTensor,
     QuantizedTensorStorage,
+    as_parameter,
     flatten_state_dict,
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
     unflatten_state_dict,
 )
+
+if TYPE_CHECKING:
+    from . import ops
+    from .grouped import (
+        bgrad_group_quantize,
+        bgrad_quantize,
+        group_dequantize,
+        group_quantize,
+        multi_tensor_quantize,
+        split_quantize,
+        splits_to_offsets,
+        splits_to_offsets_multi,
+    )
+    from .modules.norm import LayerNorm, RMSNorm
+    from .modules.padding import Fp8Padding, Fp8Unpadding
+    from .permutation import (
+        moe_permute,
+        moe_permute_and_pad_with_probs,
+        moe_permute_with_probs,
+        moe_sort_chunks_by_index,
+        moe_sort_chunks_by_index_with_probs,
+        moe_unpermute,
+    )
 
 __all__ = [
     "DType",
@@ -58,12 +96,17 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedTensor",
+    "GroupedTensorStorage",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "HybridQuantizer",
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -79,21 +122,35 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "RMSNorm",
     "TE_DType",
     "TE_DType_To_Torch",
     "UsageError",
     "__version__",
+    "as_parameter",
     "autocast",
+    "bgrad_group_quantize",
+    "bgrad_quantize",
     "checkpoint",
     "dynamo",
     "flatten_state_dict",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "group_dequantize",
+    "group_quantize",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+    "multi_tensor_quantize",
+    "ops",
     "prepare_for_saving",
     "quantize_weight",
     "quantized_model_init",
@@ -101,5 +158,47 @@ __all__ = [
     "reference",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "split_quantize",
+    "splits_to_offsets",
+    "splits_to_offsets_multi",
     "unflatten_state_dict",
 ]
+
+# Loaded when they are first asked for: an import must stay under 0.3 s.
+_LATER = {
+    "ops": ("ops",),
+    "grouped": (
+        "bgrad_group_quantize",
+        "bgrad_quantize",
+        "group_dequantize",
+        "group_quantize",
+        "multi_tensor_quantize",
+        "split_quantize",
+        "splits_to_offsets",
+        "splits_to_offsets_multi",
+    ),
+    "modules.norm": ("LayerNorm", "RMSNorm"),
+    "modules.padding": ("Fp8Padding", "Fp8Unpadding"),
+    "permutation": (
+        "moe_permute",
+        "moe_permute_and_pad_with_probs",
+        "moe_permute_with_probs",
+        "moe_sort_chunks_by_index",
+        "moe_sort_chunks_by_index_with_probs",
+        "moe_unpermute",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _LATER.items():
+        if name in names:
+            module = importlib.import_module(f"{__name__}.{home}")
+            found = module if name == home else getattr(module, name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,16 +5,13 @@ from .checkpoint import checkpoint
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
-from .norm import LayerNorm, RMSNorm
 from .workspace import quantize_weight
 
 __all__ = [
-    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "Module",
-    "RMSNorm",
     "checkpoint",
     "quantize_weight",
 ]

@@ -16,6 +16,8 @@ from ..quantizers import (
 from .blockwise import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .flat import flatten_state_dict, unflatten_state_dict
 from .float8 import Float8Tensor, Float8TensorStorage
+from .grouped import GroupedTensor, as_parameter
+from .grouped_storage import GroupedTensorStorage
 from .hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage
 from .identity import IdentityTensor, IdentityTensorStorage
 from .kept import Template as _Template
@@ -24,13 +26,16 @@ from .nominal import keep_quantized_parameters as _keep_quantized_parameters
 from .nvfp4 import NVFP4Tensor, NVFP4TensorStorage
 from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .storage import QuantizedTensorStorage
-from .tensor import QuantizedTensor, _rebuild_tensor
+from .tensor import QuantizedTensor
+from .wrapper import rebuild_tensor as _rebuild_tensor
 
 __all__ = [
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedTensor",
+    "GroupedTensorStorage",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "IdentityTensor",
@@ -41,6 +46,7 @@ __all__ = [
     "NVFP4TensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
+    "as_parameter",
     "flatten_state_dict",
     "prepare_for_saving",
     "restore_from_func_ctx",
@@ -62,6 +68,8 @@ _torch.serialization.add_safe_globals(
         Float8Quantizer,
         Float8Tensor,
         Float8TensorStorage,
+        GroupedTensor,
+        GroupedTensorStorage,
         HybridQuantizedTensor,
         HybridQuantizedTensorStorage,
         HybridQuantizer,

@@ -18,9 +18,10 @@ from .. import quantizers
 from ..dtypes import DType
 from ..dynamo.quantizer_opaque import _rebuild_quantizer
 from ..quantizers import Quantizer
+from .declared import Declared
+from .grouped_factories import CLASSES
 from .kept import Template, joined, taken_apart
-from .storage import QuantizedTensorStorage
-from .tensor import _contiguous_stride
+from .wrapper import contiguous_stride
 
 __all__ = ["flatten_state_dict", "unflatten_state_dict"]
 
@@ -36,7 +37,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     tensors: dict[str, Tensor] = {}
     metadata = {_HEADER: json.dumps({"version": VERSION})}
     for name, value in state_dict.items():
-        if isinstance(value, QuantizedTensorStorage):
+        if isinstance(value, Declared):
             inner, described = _described(name, value)
             metadata[f"{_HEADER}.{name}"] = json.dumps(described)
         elif isinstance(value, Tensor) and not hasattr(value, "_local_tensor"):
@@ -64,8 +65,10 @@ def _described(name: str, value: Any) -> tuple[dict[str, Tensor], dict[str, Any]
         "quantizer": _encoded(kwargs.pop("quantizer")),
         "fields": {k: _encoded(v) for k, v in kwargs.items()},
     }
-    if ctx["unflat"] is not None:
+    if ctx.get("unflat") is not None:
         described["laid_out"] = list(ctx["unflat"])
+    if ctx.get("members") is not None:
+        described["members"] = ctx["members"]
     return {
         f"{name}.{attr}": getattr(value, attr).detach().contiguous() for attr in attrs
     }, described
@@ -137,8 +140,8 @@ _FLAGS = {name for name in inspect.get_annotations(Quantizer) if not name.starts
 def _rebuilt(
     name: str, about: dict[str, Any], tensors: Mapping[str, Tensor], used: set[str]
 ) -> Any:
-    _check_names(name, "description", about, _KEYS, optional={"laid_out"})
-    cls = _class(name, about["class"], QuantizedTensorStorage)
+    _check_names(name, "description", about, _KEYS, optional={"laid_out", "members"})
+    cls = _class(name, about["class"], Declared)
     _check_names(name, "fields", about["fields"], {p.kwarg for p in cls._PLAIN})
     inner = {}
     for attr in about["inner"]:
@@ -167,8 +170,9 @@ def _rebuilt(
             "fake_dtype": _decoded(name, about["dtype"]),
         },
         "unflat": tuple(about["laid_out"]) if "laid_out" in about else None,
+        "members": about.get("members"),
     }
-    return cls.__tensor_unflatten__(inner, context, shape, _contiguous_stride(shape))
+    return cls.__tensor_unflatten__(inner, context, shape, contiguous_stride(shape))
 
 
 def _decoded(name: str, value: Any) -> Any:
@@ -198,7 +202,7 @@ def _known(base: type) -> dict[str, Any]:
     if base is Quantizer:
         found = (getattr(quantizers, name) for name in quantizers.__all__)
         return {c.__name__: c for c in found if isinstance(c, type) and issubclass(c, Quantizer)}
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {cls.__name__: cls for cls in CLASSES.values()}
     for quantizer in _known(Quantizer).values():
         for cls in (quantizer._storage_class, quantizer._tensor_class):
             if cls is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .tensor import QuantizedTensor
+from .wrapper import Wrapper
 
 __all__ = ["keep_quantized_parameters"]
 
@@ -28,14 +28,14 @@ def keep_quantized_parameters() -> None:
 
 
 def _nominal(original: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    def convert(t: torch.Tensor) -> torch.Tensor:
-        if isinstance(t, QuantizedTensor):
-            return t.to_dtype(dtype)  # type: ignore[no-any-return]
+    def convert(t: Any) -> Any:
+        if isinstance(t, Wrapper):
+            return t.to_dtype(dtype)
         return t.to(dtype) if t.is_floating_point() else t
 
     @wraps(original)
     def method(self: torch.nn.Module) -> torch.nn.Module:
-        quantized = any(isinstance(p, QuantizedTensor) for p in self.parameters())
+        quantized = any(isinstance(p, Wrapper) for p in self.parameters())
         if quantized:
             self._apply(convert)  # type: ignore[no-untyped-call]
         else:

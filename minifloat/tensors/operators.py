@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from .declared import Declared
 from .kept import moved
 from .storage import QuantizedTensorStorage, _infer
 
-__all__ = ["HANDLERS", "copy_", "dequantized_call"]
+__all__ = ["ANYWHERE", "HANDLERS", "copy_", "dequantized_call", "record"]
 
 aten = torch.ops.aten
 
@@ -166,7 +167,7 @@ def _split(func: Any, t: Any, size: Any, dim: int = 0) -> Any:
 # ------------------------------------------------------------------------------------- in place
 def copy_(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     """Buffer by buffer between equals; else requantize or dequantize."""
-    if not _is_quantized(dst):
+    if not _is_quantized(dst):  # `src` is
         dtype = dst.dtype if dst.dtype.is_floating_point else torch.float32
         return dst.copy_(src._dequantize(dtype), non_blocking)
     if tuple(src.shape) != tuple(dst.shape):
@@ -180,13 +181,13 @@ def copy_(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     )
     if same:
         dst.copy_from_storage(src)
-        _record(dst._quantizer, src._quantizer)
+        record(dst._quantizer, src._quantizer)
     else:
         dst.quantize_(src)
     return dst
 
 
-def _record(quantizer: Any, other: Any) -> None:
+def record(quantizer: Any, other: Any) -> None:
     """What was recorded of the copied values has now been seen here too.
 
     This is also how PyTorch hands back what a graph did to a tensor: it copies the new one over it.
@@ -233,28 +234,46 @@ ANYWHERE: dict[Any, Callable[..., Any]] = {
 
 # ------------------------------------------------------------------------------- everything else
 def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on dequantized arguments; what its schema says it writes is quantized again."""
+    """Run `func` on dequantized arguments; what its schema says it writes is quantized again.
+
+    The written arguments are found by name, and all their shapes are checked before the first of
+    them is written.
+    """
     arguments = func._schema.arguments
     names = [a.name for a in arguments]
     written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name in sorted(written & set(bound)):
+        for original in _flat(bound[name]):
+            if isinstance(original, Declared):
+                original._check_writable(func)
     plain = {name: _map(value, _plain_tensor) for name, value in bound.items()}
     out = func(*(plain[n] for n in names[: len(args)]), **{n: plain[n] for n in kwargs})
     if not written:
         return out
+    pairs = [
+        (original, value)
+        for name in names
+        if name in written and name in bound
+        for original, value in zip(_flat(bound[name]), _flat(plain[name]), strict=True)
+        if isinstance(original, Declared)
+    ]
+    for original, value in pairs:
+        if tuple(value.shape) != tuple(original.shape):
+            raise RuntimeError(
+                f"{func}: would give a {type(original).__name__} of shape "
+                f"{tuple(original.shape)} the shape {tuple(value.shape)}; "
+                "dequantize() it first. Nothing was written"
+            )
     results: dict[int, Any] = {}
-    for name in names:
-        if name not in written or name not in bound:
-            continue
-        for original, value in zip(_flat(bound[name]), _flat(plain[name]), strict=True):
-            if _is_quantized(original):
-                original.quantize_(value)
-                results[id(value)] = original
+    for original, value in pairs:
+        original._write_values(value)
+        results[id(value)] = original
     return _map(out, lambda t: results.get(id(t), t))
 
 
 def _plain_tensor(value: Any) -> Any:
-    return value._dequantize(value.dtype) if _is_quantized(value) else value
+    return value._dequantize(value.dtype) if isinstance(value, Declared) else value
 
 
 def _map(value: Any, fn: Callable[[Any], Any]) -> Any:

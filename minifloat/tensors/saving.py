@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .storage import QuantizedTensorStorage
+from .declared import Declared
 
 __all__ = ["prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"]
 
@@ -20,7 +20,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
         if t is None or isinstance(t, Tensor):
             flat.append(t)
             objects.append(None)
-        elif isinstance(t, QuantizedTensorStorage):
+        elif isinstance(t, Declared):
             buffers, obj = t.prepare_for_saving()
             flat.extend(buffers)
             objects.append(obj)

@@ -3,13 +3,13 @@
 A concrete class declares its inner tensors (`_INNER`: attribute, constructor argument, part of
 `layout.parts`), the order in which they are saved (`_SAVED`), its plain attributes (`_PLAIN`), and
 in `_cast` how a copy is read. Construction, flattening, saving, cloning, moving, pickling, slicing,
-gathering and usages all come from there.
+gathering and usages all come from there; `Declared` has what groups of tensors share.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,38 +21,25 @@ from ..layout import flatten, parts
 from ..quantizers import Quantizer, UsageError, adopt
 from . import rows
 from .declaration import Inner, Plain
+from .declared import Declared
 from .derive import derive
 from .fsdp import GatheredStorage
-from .kept import LIVE, joined, live_tensor, taken_apart
 
 __all__ = ["Inner", "Plain", "QuantizedTensorStorage"]
 
 
-class QuantizedTensorStorage(GatheredStorage):
+class QuantizedTensorStorage(GatheredStorage, Declared):
     """Buffers of a quantized tensor and what is needed to read them.
 
     Invariant: the tensor of logical `shape` and nominal `_dtype` is `dequantize(data, scale, amax)`
     of either copy that is present.
     """
 
-    _INNER: ClassVar[tuple[Inner, ...]] = ()
-    _PLAIN: ClassVar[tuple[Plain, ...]] = ()
-    _SAVED: ClassVar[tuple[str, ...]] = ()
     _POSITIONAL: ClassVar[tuple[str, ...]] = ()  # constructor arguments by position
-    # Derived from _INNER: (attribute, argument), (attribute, part), and the attribute of a part.
-    _INNER_TENSORS: ClassVar[tuple[tuple[str, str], ...]] = ()
-    _PARTS: ClassVar[tuple[tuple[str, str], ...]] = ()
-    _ATTR: ClassVar[dict[str, str]] = {}
-    # (attribute, argument) of what a copy of the object is built around: the inner tensors, here.
-    _PAYLOAD: ClassVar[tuple[tuple[str, str], ...]] = ()
+    _PARTS: ClassVar[tuple[tuple[str, str], ...]] = ()  # (attribute, part), derived from _INNER
 
-    _is_tensor: ClassVar[bool] = False
-
-    _dtype: torch.dtype
-    _quantizer: Any
     _shape: tuple[int, ...]
     _with_gemm_swizzled_scales: bool = False
-    _group_name: str | None = None
     # A flat (1-D) view keeps its buffers as they are: this is the shape they are laid out for.
     _unflat: tuple[int, ...] | None = None
     # Rows cut out of a larger tensor cannot take new values: see `_refuse_writes`.
@@ -63,13 +50,9 @@ class QuantizedTensorStorage(GatheredStorage):
     def __init_subclass__(cls, quantizers: Iterable[type[Quantizer]] = (), **kwargs: Any) -> None:
         """Bind the class to the quantizers whose results it holds."""
         super().__init_subclass__(**kwargs)
-        cls._INNER_TENSORS = tuple((i.attr, i.kwarg) for i in cls._INNER)
         cls._PARTS = tuple((i.attr, i.part) for i in cls._INNER)
-        cls._ATTR = {i.part: i.attr for i in cls._INNER}
         if "scale" in cls._ATTR:  # one scale serves both copies
             cls._ATTR |= dict.fromkeys(("row_scale", "col_scale"), cls._ATTR["scale"])
-        if cls._INNER:
-            cls._PAYLOAD = cls._INNER_TENSORS
         for quantizer in quantizers:
             if cls._is_tensor:
                 quantizer._tensor_class = cls
@@ -90,13 +73,7 @@ class QuantizedTensorStorage(GatheredStorage):
 
     def _set_fields(self, kwargs: dict[str, Any], shape: Sequence[int] | None = None) -> None:
         """Set every declared attribute from constructor arguments."""
-        for inner in self._INNER:
-            setattr(self, inner.attr, kwargs.pop(inner.kwarg, None))
-        for plain in self._PLAIN:
-            value = kwargs.pop(plain.kwarg, plain.default)
-            if value is ...:
-                raise TypeError(f"{type(self).__name__}: the argument {plain.kwarg!r} is missing")
-            setattr(self, plain.attr, value)
+        self._take(kwargs)
         self._quantizer = adopt(kwargs.pop("quantizer", None))
         self._dtype = kwargs.pop("fake_dtype", None) or torch.float32
         given = kwargs.pop("shape", None)
@@ -122,11 +99,6 @@ class QuantizedTensorStorage(GatheredStorage):
         """What one copy was cast with, as far as reading it needs to know."""
         raise NotImplementedError
 
-    def _part(self, name: str) -> Tensor | None:
-        """The buffer that holds a part of `layout.parts`; one scale may serve both copies."""
-        attr = self._ATTR.get(name)
-        return None if attr is None else getattr(self, attr)
-
     def _has(self, copy: str) -> bool:
         return self._part(f"{copy}_data") is not None
 
@@ -149,25 +121,12 @@ class QuantizedTensorStorage(GatheredStorage):
         """The shape that the buffers are laid out for: the logical one, but for a flat view."""
         return tuple(self.shape) if self._unflat is None else self._unflat
 
-    def _buffers(self) -> dict[str, Tensor | None]:
-        return {attr: getattr(self, attr) for attr, _ in self._INNER_TENSORS}
-
-    def _any_buffer(self) -> Tensor:
-        for t in self._buffers().values():
-            if t is not None:
-                return t
-        raise UsageError(f"{type(self).__name__} holds no data: it was cleared or saved")
-
     @property
     def shape(self) -> torch.Size:
         return torch.Size(self._shape)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
-
-    @property
-    def device(self) -> torch.device:
-        return self._any_buffer().device
 
     def dim(self) -> int:
         return len(self.shape)
@@ -273,43 +232,6 @@ class QuantizedTensorStorage(GatheredStorage):
         made = derive(data, scale, amax, cast, self._laid_out, col=copy == "col")
         return {self._ATTR[part]: t for part, t in made.items()}
 
-    # -------------------------------------------------------------------------------- saving
-    def prepare_for_saving(self) -> tuple[list[Tensor | None], Any]:
-        """(buffers in `_SAVED` order, self); the fields are emptied."""
-        tensors = [getattr(self, attr) for attr in self._SAVED]
-        for attr in self._SAVED:
-            setattr(self, attr, None)
-        return tensors, self
-
-    def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Take back the buffers; returns what is left of `tensors`."""
-        n = len(self._SAVED)
-        if len(tensors) < n:
-            raise ValueError(f"tensors: got {len(tensors)}; {type(self).__name__} saved {n}")
-        for attr, tensor in zip(self._SAVED, tensors, strict=False):
-            setattr(self, attr, tensor)
-        return list(tensors[n:])
-
-    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
-        """The data buffers asked for: both as a tuple, one as it is."""
-        chosen = []
-        if rowwise_data:
-            chosen.append(self._part("row_data"))
-        if columnwise_data:
-            chosen.append(self._part("col_data"))
-        return tuple(chosen) if len(chosen) != 1 else chosen[0]
-
-    def get_metadata(self) -> dict[str, Any]:
-        """Constructor arguments that rebuild this storage."""
-        kwargs: dict[str, Any] = {kwarg: getattr(self, attr) for attr, kwarg in self._PAYLOAD}
-        kwargs.update(self._plain_kwargs())
-        kwargs["quantizer"] = self._quantizer
-        kwargs["fake_dtype"] = self._dtype
-        return kwargs
-
-    def _plain_kwargs(self) -> dict[str, Any]:
-        return {p.kwarg: getattr(self, p.attr) for p in self._PLAIN}
-
     def clear(self) -> None:
         """Free the data buffers; a scale shared by both copies stays."""
         for inner in self._INNER:
@@ -324,13 +246,16 @@ class QuantizedTensorStorage(GatheredStorage):
                 f"{type(self).__name__}: quantize_ needs a quantizer; this tensor has none"
             )
         source: Any = tensor
-        if isinstance(source, QuantizedTensorStorage):
+        if isinstance(source, Declared):
             source = source.dequantize()
         if self._unflat is None:
             self._quantizer.update_quantized(source, self, noop_flag=noop_flag)
         else:
             self._viewed(self._unflat).quantize_(source.reshape(self._unflat), noop_flag=noop_flag)
         return self
+
+    def _write_values(self, values: Tensor) -> None:
+        self.quantize_(values)
 
     def _write_buffers(self, made: dict[str, Tensor], noop_flag: Tensor | None) -> None:
         """Write new buffers over the present ones, in place: every alias sees them."""
@@ -480,10 +405,6 @@ class QuantizedTensorStorage(GatheredStorage):
         made._unflat = self._unflat if shape is None else None
         return made
 
-    def _mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """The payload with `fn` applied to every tensor."""
-        return {a: None if t is None else fn(t) for a, t in self._buffers().items()}
-
     def _aliased(self) -> Any:
         """A copy of the object on the same buffers."""
         made = self._like(self._mapped(_same))
@@ -491,53 +412,21 @@ class QuantizedTensorStorage(GatheredStorage):
         return made
 
     # ------------------------------------------------------------------- flatten, unflatten
-    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        """(names of the inner tensors present, what rebuilds the object around them)."""
-        names = [attr for attr, t in self._buffers().items() if t is not None]
-        quantizer, live = taken_apart(self._quantizer)
-        return [*names, *live], {
-            "cls": type(self),
-            "is_tensor": self._is_tensor,
-            "requires_grad": bool(getattr(self, "requires_grad", False)),
-            "nontensor_kwargs": {
-                **self._plain_kwargs(),
-                "quantizer": quantizer,
-                "fake_dtype": self._dtype,
-            },
-            "group_name": self._group_name,
-            "unflat": self._unflat,
-        }
+    def _context(self) -> dict[str, Any]:
+        return {"unflat": self._unflat}
 
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: dict[str, Tensor],
-        ctx: dict[str, Any],
-        outer_size: Sequence[int] | None = None,
-        outer_stride: Sequence[int] | None = None,
-    ) -> Any:
-        cls = ctx["cls"]
-        kwargs = dict(ctx["nontensor_kwargs"])
-        kwargs["quantizer"] = joined(kwargs["quantizer"], inner_tensors)
-        kwargs.update({kwarg: inner_tensors.get(attr) for attr, kwarg in cls._INNER_TENSORS})
+    @classmethod
+    def _rebuilt(cls, kwargs: dict[str, Any], ctx: dict[str, Any], size: Any, stride: Any) -> Any:
         if ctx["is_tensor"]:
-            made = cls(
-                outer_size,
-                kwargs["fake_dtype"],
-                requires_grad=ctx["requires_grad"],
-                stride=outer_stride,
-                **kwargs,
+            make: Any = cls
+            requires_grad = ctx["requires_grad"]
+            made = make(
+                size, kwargs["fake_dtype"], requires_grad=requires_grad, stride=stride, **kwargs
             )
         else:
-            made = cls(**kwargs, shape=outer_size)
-        made._group_name = ctx.get("group_name")
+            made = cls(**kwargs, shape=size)
         made._unflat = ctx.get("unflat")
         return made
-
-    def __getattr__(self, name: str) -> Any:
-        """The live tensors of the quantizer, as flattening names them."""
-        if name.startswith(LIVE):
-            return live_tensor(self._quantizer, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __repr__(self) -> str:
         # No tensor is read: AOTAutograd prints tensors whose data is fake.

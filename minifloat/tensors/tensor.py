@@ -6,7 +6,6 @@ nothing of quantization sees the dequantized values; one that writes in place re
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,19 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import straight_through
-from ..quantizers import Quantizer, adopt
+from ..quantizers import adopt
 from .fsdp import GatheredTensor
 from .operators import ANYWHERE, HANDLERS, dequantized_call
 from .storage import QuantizedTensorStorage, _as_size, _infer
+from .wrapper import Wrapper, contiguous_stride
 
 __all__ = ["QuantizedTensor"]
 
 
-class QuantizedTensor(GatheredTensor, QuantizedTensorStorage, Tensor):
+class QuantizedTensor(Wrapper, GatheredTensor, QuantizedTensorStorage, Tensor):
     """Wrapper subclass: shape, nominal dtype and device are its own, the data is the storage's."""
-
-    _is_tensor = True
 
     @staticmethod
     def __new__(
@@ -48,7 +45,7 @@ class QuantizedTensor(GatheredTensor, QuantizedTensorStorage, Tensor):
         self: Any = Tensor._make_wrapper_subclass(
             cls,
             shape,
-            strides=stride if stride is not None else _contiguous_stride(shape),
+            strides=stride if stride is not None else contiguous_stride(shape),
             storage_offset=storage_offset,
             dtype=dtype,
             device=torch.device(device),
@@ -78,19 +75,9 @@ class QuantizedTensor(GatheredTensor, QuantizedTensorStorage, Tensor):
     __repr__ = QuantizedTensorStorage.__repr__  # type: ignore[assignment]
 
     # --------------------------------------------------------------------------- user methods
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The high-precision tensor; the gradient passes unchanged."""
-        dtype = self.dtype if dtype is None else dtype
-        if torch.is_grad_enabled() and self.requires_grad:
-            return straight_through.dequantize(self, dtype)
-        return self._dequantize(dtype)
-
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Any:
         with torch.no_grad():
             return super().quantize_(tensor, noop_flag=noop_flag)
-
-    def detach(self) -> Any:
-        return self._aliased()
 
     @classmethod
     def make_like(
@@ -110,24 +97,6 @@ class QuantizedTensor(GatheredTensor, QuantizedTensorStorage, Tensor):
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same buffers under another nominal dtype."""
         return type(self).make_like(self, dtype=dtype, requires_grad=self.requires_grad)
-
-    def float(self) -> Tensor:
-        return self.dequantize(dtype=torch.float32)
-
-    def half(self) -> Tensor:
-        return self.dequantize(dtype=torch.float16)
-
-    def bfloat16(self) -> Tensor:
-        return self.dequantize(dtype=torch.bfloat16)
-
-    def cpu(self, *args: Any, **kwargs: Any) -> Any:
-        return self.to("cpu")
-
-    def expand_as(self, other: Tensor) -> Any:
-        # DDP finds a parameter's gradient accumulator behind the node of `p.expand_as(p)`.
-        return (
-            Tensor.view(self, self.shape) if other is self else self.dequantize().expand_as(other)
-        )
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Any:
         return self if self.is_contiguous() else self.dequantize().contiguous()
@@ -158,9 +127,6 @@ class QuantizedTensor(GatheredTensor, QuantizedTensorStorage, Tensor):
         plain = self.detach().dequantize()
         plain[index] = value
         self.quantize_(plain)
-
-    def untyped_storage(self) -> Any:
-        return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
 
     @property
     def data(self) -> Any:
@@ -205,43 +171,6 @@ class QuantizedTensor(GatheredTensor, QuantizedTensorStorage, Tensor):
         )
         return self._continued(made, shape)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        names, ctx = self.__tensor_flatten__()
-        ctx = {k: v for k, v in ctx.items() if k != "group_name"}
-        inner = {n: getattr(self, n) for n in names}
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild_tensor, (inner, ctx, tuple(self.shape), is_parameter)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with torch.no_grad():
-            made: Any = self.clone()
-        made._quantizer = copy.deepcopy(self._quantizer, memo)
-        made.requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
-        memo[id(self)] = made
-        return made
-
-    def _stable_hash_for_caching(self) -> str:
-        """What compile caches key this tensor by: everything but the data."""
-        names, ctx = self.__tensor_flatten__()
-        inner = [(n, tuple(getattr(self, n).shape), str(getattr(self, n).dtype)) for n in names]
-        kwargs = dict(ctx.pop("nontensor_kwargs"))
-        quantizer = kwargs.pop("quantizer")
-        if isinstance(quantizer, Quantizer):
-            quantizer = quantizer._value_key()
-        ctx["cls"] = ctx["cls"].__qualname__
-        return repr((tuple(self.shape), self.stride(), inner, ctx, kwargs, quantizer))
-
-    def __coerce_tangent_metadata__(self) -> Any:
-        """PyTorch asks, while it compiles, what gradient a compiled region's output will get."""
-        raise RuntimeError(
-            f"{type(self).__name__}: a quantized tensor that needs a gradient cannot leave a "
-            "compiled region (fp8_output=True, or quantize as the last step): its gradient is a "
-            "plain tensor, which PyTorch refuses there. Use it inside the region, return "
-            "dequantize() or detach() of it, or run under torch.no_grad()"
-        )
-
     # ------------------------------------------------------------------------------- dispatch
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -258,19 +187,3 @@ class QuantizedTensor(GatheredTensor, QuantizedTensorStorage, Tensor):
             if out is not NotImplemented:
                 return out
         return dequantized_call(func, args, kwargs)
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for d in reversed(tuple(shape)):
-        stride.append(step)
-        step = step * max(d, 1) if isinstance(d, int) else step * d
-    return tuple(reversed(stride))
-
-
-def _rebuild_tensor(
-    inner: dict[str, Tensor], ctx: dict[str, Any], shape: Any, is_param: bool
-) -> Any:
-    """Unpickle: `torch.load(weights_only=True)` may call this and the classes it names."""
-    made = ctx["cls"].__tensor_unflatten__(inner, ctx, shape, _contiguous_stride(shape))
-    return torch.nn.Parameter(made, requires_grad=ctx["requires_grad"]) if is_param else made

@@ -1,0 +1,78 @@
+"""`Fp8Padding` and `Fp8Unpadding`: zero rows between splits, for code that expects them.
+
+minifloat casts and multiplies any number of rows; nothing here needs these modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..formats import rup
+from ..recipe import get_align_size_for_quantization, get_default_recipe
+from ..recipe.autocast import STATE
+from ..tensors.grouped_factories import DimsError
+
+__all__ = ["Fp8Padding", "Fp8Unpadding"]
+
+
+class _Splits(torch.nn.Module):
+    """`num_gemms` splits, and the multiple their rows are padded to.
+
+    Without `align_size`, it is the one of the recipe that the first forward runs under.
+    """
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        if num_gemms <= 0:
+            raise ValueError(f"num_gemms: got {num_gemms}; it must be positive")
+        if align_size is not None and align_size <= 0:
+            raise ValueError(f"align_size: got {align_size}; it must be positive, or None")
+        self.num_gemms = num_gemms
+        self.align_size = align_size
+
+    def _padded(self, m_splits: Sequence[int]) -> list[int]:
+        if len(m_splits) != self.num_gemms or any(m < 0 for m in m_splits):
+            raise DimsError(
+                f"m_splits: got {list(m_splits)}; {self.num_gemms} sizes, none negative, are needed"
+            )
+        if self.align_size is None:
+            recipe = STATE.recipe if STATE.recipe is not None else get_default_recipe()
+            self.align_size = get_align_size_for_quantization(recipe)
+        return [rup(m, self.align_size) for m in m_splits]
+
+
+class Fp8Padding(_Splits):
+    """`forward(inp, m_splits)` -> (each split's rows padded with zeros, the padded splits)."""
+
+    def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        padded = self._padded(m_splits)
+        _check_rows(inp, m_splits)
+        if padded == list(m_splits):
+            return inp, m_splits
+        parts = torch.split(inp, list(m_splits))
+        rows = [pad(t, (0, 0, 0, p - m)) for t, m, p in zip(parts, m_splits, padded, strict=True)]
+        return torch.cat(rows), padded
+
+
+class Fp8Unpadding(_Splits):
+    """`forward(inp, m_splits)` -> the rows of the splits, without what `Fp8Padding` added."""
+
+    def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
+        padded = self._padded(m_splits)
+        _check_rows(inp, padded)
+        if padded == list(m_splits):
+            return inp
+        parts = torch.split(inp, padded)
+        return torch.cat([t.narrow(0, 0, m) for t, m in zip(parts, m_splits, strict=True)])
+
+
+def _check_rows(inp: Tensor, splits: Sequence[int]) -> None:
+    if inp.dim() != 2 or inp.shape[0] != sum(splits):
+        raise ValueError(
+            f"inp: got shape {tuple(inp.shape)}; the splits {list(splits)} need ({sum(splits)}, "
+            "columns)"
+        )

@@ -1,0 +1,479 @@
+"""Casts of matrices whose rows come in groups, with the groups' sizes on the device.
+
+Member i of `x[M, K]` is its rows `[sum(sizes[:i]), sum(sizes[:i + 1]))`; without sizes, all members
+are equal. Each part of `layout.parts` becomes one flat buffer, members back to back:
+
+    buffer[part][at(i) : at(i + 1)] = part of quantize(member i),  at(i) = sum of numels before i
+
+which is what quantizing each member alone gives, bit for bit. The host knows M and the number of
+members but not the sizes, so a buffer has room for the worst sizes there could be (`room`); what
+lies behind the last member is unspecified.
+
+A fused kernel is plugged in at `_kernels`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import dispatch, library, reference
+from .formats import Cast, cdiv
+from .inputs import check_input, check_seed
+from .layout import Part, parts, shares_scale
+from .library import op as _op
+from .library import traced as _traced
+
+__all__ = [
+    "Place",
+    "check_sizes",
+    "dequantize",
+    "exact",
+    "places",
+    "quantize",
+    "quantize_members",
+    "quantize_scaled",
+    "room",
+    "sums",
+]
+
+# Every rounding of a format's shapes (tiles, padding, packing) divides it.
+_PERIOD = 512
+
+
+class Place(NamedTuple):
+    """Where a member's part lies in the flat buffer of that part."""
+
+    at: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return _numel(self.shape)
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """The member's part, as a view."""
+        return buffer.narrow(0, self.at, self.numel).view(self.shape)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    n = 1
+    for d in shape:
+        n = n * d
+    return n
+
+
+def places(
+    shapes: Iterable[Sequence[int]], row: Cast | None, col: Cast | None
+) -> list[dict[str, Place]]:
+    """For each member, {part: its place}, the members packed back to back."""
+    end: dict[str, int] = {}
+    out = []
+    for shape in shapes:
+        here = {}
+        for part in parts(tuple(shape), row, col):
+            here[part.name] = Place(end.get(part.name, 0), part.shape)
+            end[part.name] = end.get(part.name, 0) + _numel(part.shape)
+        out.append(here)
+    return out
+
+
+def room(shape: Sequence[int], num: int, ragged: bool, *casts: Cast | None) -> list[Part]:
+    """The flat buffers for `num` members of `x[M, K]`: exact for equal members, else a bound.
+
+    A part of m rows has `f(m)` elements: the same for all m (an amax), or a sum of steps with
+    periods that divide P = 512, so that `f(m) <= f(P) m / P + f(1) - f(P) / P` for m >= 1, with
+    equality at 1, and `f(0) = 0`. Summed over the members, this bounds them all.
+    """
+    m, k = shape
+    row, col = casts
+    if not ragged:
+        one = parts((m // num, k), row, col)
+        return [Part(p.name, (num * _numel(p.shape),), p.dtype) for p in one]
+    out = []
+    of_rows = [parts((rows, k), row, col) for rows in (0, 1, _PERIOD)]
+    for none, first, period in zip(*of_rows, strict=True):
+        empty, one_row, rows = (_numel(p.shape) for p in (none, first, period))
+        total = cdiv(rows * m + num * (_PERIOD * one_row - rows), _PERIOD)
+        out.append(Part(first.name, (num * rows if empty == rows else total,), first.dtype))
+    return out
+
+
+def check_sizes(sizes: Sequence[int], num: int, rows: int, name: str = "first_dims") -> None:
+    """Raise for sizes that are not those of `num` members with `rows` rows together."""
+    if len(sizes) != num:
+        raise ValueError(f"{name}: got {len(sizes)} sizes; there are {num} members")
+    if any(s < 0 for s in sizes):
+        raise ValueError(f"{name}: got {list(sizes)}; a member cannot have a negative size")
+    if sum(sizes) != rows:
+        raise ValueError(
+            f"{name}: got {list(sizes)}, {sum(sizes)} rows together; the matrix has {rows}: the "
+            "sizes must add up to its rows"
+        )
+
+
+def _sizes(sizes: Tensor | None, num: int, rows: int) -> list[int]:
+    """The sizes on the host: the reference's way, which waits for the device."""
+    if sizes is None:
+        if num < 1 or rows % num != 0:
+            raise ValueError(
+                f"num_tensors: got {num}; {rows} rows do not divide into that many equal members: "
+                "pass first_dims"
+            )
+        return [rows // num] * num
+    found = [int(s) for s in sizes.tolist()]
+    check_sizes(found, num, rows)
+    return found
+
+
+def _kernels(x: Tensor, row: Cast | None, col: Cast | None) -> Any:
+    """The fused grouped kernels where they serve both casts on x's device, else None.
+
+    Such a module offers `quantize`, `quantize_scaled` and `dequantize` as they are called below,
+    fills `out`, reads sizes on the device alone, and writes nowhere else whatever they are.
+    """
+    return None
+
+
+def _check(x: Tensor, sizes: Tensor | None, num: int) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"tensor: got shape {tuple(x.shape)}; a matrix [rows, columns] is needed")
+    if sizes is None:
+        return
+    if sizes.dtype not in (torch.int32, torch.int64) or sizes.dim() != 1:
+        raise ValueError(
+            f"first_dims: got {sizes.dtype} of shape {tuple(sizes.shape)}; int32 or int64 of shape "
+            f"({num},) is needed"
+        )
+    if sizes.shape[0] != num:
+        raise ValueError(f"first_dims: got {sizes.shape[0]} sizes; there are {num} members")
+
+
+# --------------------------------------------------------------------------------------- quantize
+def quantize(
+    x: Tensor,
+    sizes: Tensor | None,
+    num: int,
+    row: Cast | None,
+    col: Cast | None,
+    *,
+    seed: Tensor | None = None,
+    swizzle: bool = False,
+) -> list[Tensor]:
+    """The buffers of `room`, in its order; with one scale for a member, then the amaxes `[num]`
+    that the scales came from, and the encode scales `[num]` whose reciprocals they are.
+
+    Member i is rounded stochastically with `[seed, offset + i]`. `swizzle` puts scales into the
+    layout GEMMs read, where the format has one.
+    """
+    check_input(x, row, col)
+    check_seed(seed)
+    _check(x, sizes, num)
+    arguments = (x, sizes, num, row, col, seed, swizzle)
+    return _op("group_quantize")(*arguments) if _traced() else _quantize(*arguments)
+
+
+def _quantize(
+    x: Tensor,
+    sizes: Tensor | None,
+    num: int,
+    row: Cast | None,
+    col: Cast | None,
+    seed: Tensor | None,
+    swizzle: bool,
+) -> list[Tensor]:
+    out = _quantize_fake(x, sizes, num, row, col, seed, swizzle)
+    fused = _kernels(x, row, col)
+    if fused is not None:
+        fused.quantize(x, sizes, num, row, col, seed, swizzle, out)
+        return out
+    members = torch.split(x, _sizes(sizes, num, x.shape[0]))
+    _fill(members, row, col, seed, swizzle, out)
+    return out
+
+
+def quantize_members(
+    members: Sequence[Tensor],
+    row: Cast | None,
+    col: Cast | None,
+    *,
+    seed: Tensor | None = None,
+    swizzle: bool = False,
+) -> list[Tensor]:
+    """As `quantize`, of matrices that lie anywhere and may differ in both dims; nothing to spare.
+
+    Each member is a launch of its own.
+    """
+    for i, member in enumerate(members):
+        check_input(member, row, col, f"tensors[{i}]")
+    check_seed(seed)
+    (device,) = {m.device for m in members}
+    out = [
+        torch.empty(p.shape, dtype=p.dtype, device=device)
+        for p in exact([m.shape for m in members], row, col)
+    ]
+    out += _amaxes(len(members), device, row, col)
+    _fill(members, row, col, seed, swizzle, out)
+    return out
+
+
+def exact(shapes: Sequence[Sequence[int]], row: Cast | None, col: Cast | None) -> list[Part]:
+    """The flat buffers for members of these shapes, with nothing to spare."""
+    total: dict[str, Part] = {}
+    for shape in shapes:
+        for p in parts(tuple(shape), row, col):
+            before = total[p.name].shape[0] if p.name in total else 0
+            total[p.name] = Part(p.name, (before + _numel(p.shape),), p.dtype)
+    return list(total.values())
+
+
+def _fill(
+    members: Sequence[Tensor],
+    row: Cast | None,
+    col: Cast | None,
+    seed: Tensor | None,
+    swizzle: bool,
+    out: list[Tensor],
+) -> None:
+    """Cast each member on its own and put its parts where they belong."""
+    wide = _is_tensor_wide(row, col)
+    for i, (member, at) in enumerate(
+        zip(members, places([m.shape for m in members], row, col), strict=True)
+    ):
+        of_member = None if seed is None else torch.stack((seed[0], seed[1] + i))
+        made = dispatch.quantize(member, row, col, seed=of_member, keep_amax=wide)
+        if swizzle:
+            made = _swizzled(made, list(at), row, col)
+        for buffer, place, part in zip(out, at.values(), made, strict=False):
+            place.of(buffer).copy_(part)
+        if wide:
+            out[-2][i : i + 1].copy_(made[-1])
+    if wide:
+        out[-1].copy_(_encode_scale(out[-2], row, col))
+
+
+def _encode_scale(amax: Tensor, row: Cast | None, col: Cast | None) -> Tensor:
+    cast = row if row is not None else col
+    assert cast is not None and cast.format.element is not None
+    return reference.fp8_scale(amax, cast.format.element, eps=cast.eps, pow2=cast.pow2)
+
+
+def _is_tensor_wide(row: Cast | None, col: Cast | None) -> bool:
+    return any(c is not None and shares_scale(c) for c in (row, col))
+
+
+def _swizzled(
+    made: list[Tensor], names: list[str], row: Cast | None, col: Cast | None
+) -> list[Tensor]:
+    out = list(made)
+    for i, name in enumerate(names):
+        cast = {"row_scale": row, "col_scale": col}.get(name)
+        if cast is not None and cast.format.swizzles:
+            source = name == "col_scale" and not cast.format.col_transposed
+            scale = out[i].t() if source else out[i]
+            out[i] = dispatch.swizzle(scale).reshape(out[i].shape)
+    return out
+
+
+def _quantize_fake(
+    x: Tensor,
+    sizes: Tensor | None,
+    num: int,
+    row: Cast | None,
+    col: Cast | None,
+    seed: Tensor | None,
+    swizzle: bool,
+) -> list[Tensor]:
+    described = room(x.shape, num, sizes is not None, row, col)
+    made = [torch.empty(p.shape, dtype=p.dtype, device=x.device) for p in described]
+    return made + _amaxes(num, x.device, row, col)
+
+
+def _amaxes(num: int, device: torch.device, row: Cast | None, col: Cast | None) -> list[Tensor]:
+    """Room for the amaxes and encode scales of members that have one scale each."""
+    wide = _is_tensor_wide(row, col)
+    return [torch.empty(num, dtype=torch.float32, device=device) for _ in range(2 if wide else 0)]
+
+
+# -------------------------------------------------------------------------------- delayed scaling
+def quantize_scaled(
+    x: Tensor,
+    sizes: Tensor | None,
+    num: int,
+    scales: Tensor,
+    cast: Cast,
+    *,
+    row: bool,
+    col: bool,
+) -> list[Tensor]:
+    """Cast member i with `scales[i]`: the row copy and the column copy, those asked for, then
+    `1 / scales`, then the members' amaxes `[num]`, which the caller records."""
+    check_input(x, cast if row else None, cast if col else None)
+    _check(x, sizes, num)
+    arguments = (x, sizes, num, scales, cast, row, col)
+    if _traced():
+        return _op("group_quantize_scaled")(*arguments)  # type: ignore[no-any-return]
+    return _quantize_scaled(*arguments)
+
+
+def _quantize_scaled(
+    x: Tensor,
+    sizes: Tensor | None,
+    num: int,
+    scales: Tensor,
+    cast: Cast,
+    row: bool,
+    col: bool,
+) -> list[Tensor]:
+    out = _quantize_scaled_fake(x, sizes, num, scales, cast, row, col)
+    fused = _kernels(x, cast, None)
+    if fused is not None:
+        fused.quantize_scaled(x, sizes, num, scales, cast, row, col, out)
+        return out
+    members = torch.split(x, _sizes(sizes, num, x.shape[0]))
+    at = places([m.shape for m in members], cast if row else None, cast if col else None)
+    out[-1].zero_()
+    for i, member in enumerate(members):
+        seen = out[-1][i : i + 1]
+        made = dispatch.quantize_scaled(member, scales[i : i + 1], seen, cast, row=row, col=col)
+        for buffer, place, part in zip(out, at[i].values(), made, strict=False):
+            place.of(buffer).copy_(part)
+    return out
+
+
+def _quantize_scaled_fake(
+    x: Tensor,
+    sizes: Tensor | None,
+    num: int,
+    scales: Tensor,
+    cast: Cast,
+    row: bool,
+    col: bool,
+) -> list[Tensor]:
+    one = cast if row else None, cast if col else None
+    return _quantize_fake(x, sizes, num, *one, None, False)[:-1]  # the encode scales were given
+
+
+# ------------------------------------------------------------------------------------- dequantize
+def dequantize(
+    buffers: tuple[Tensor, Tensor | None, Tensor | None],
+    sizes: Tensor | None,
+    num: int,
+    cast: Cast,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    col: bool = False,
+) -> Tensor:
+    """`[M, K]` of `shape`, its members read from (data, scale, amax) of one direction."""
+    if cast.transforms:
+        raise ValueError(
+            "columnwise: a Hadamard-transformed copy holds transformed values and cannot be "
+            "dequantized; keep the rowwise copy"
+        )
+    arguments = (*buffers, sizes, num, cast, list(shape), dtype, col)
+    return _op("group_dequantize")(*arguments) if _traced() else _dequantize(*arguments)
+
+
+def _dequantize(  # noqa: PLR0913  (the operator's)
+    data: Tensor,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    sizes: Tensor | None,
+    num: int,
+    cast: Cast,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    col: bool,
+) -> Tensor:
+    out = torch.empty(tuple(shape), dtype=dtype, device=data.device)
+    fused = _kernels(data, cast, None)
+    if fused is not None:
+        fused.dequantize(data, scale, amax, sizes, num, cast, col, out)
+        return out
+    m, k = shape
+    of, prefix = ((None, cast), "col_") if col else ((cast, None), "row_")
+    members = torch.split(out, _sizes(sizes, num, m))
+    for member, at in zip(members, places([(len(t), k) for t in members], *of), strict=True):
+        # One scale for the member has the name "scale", whichever copy it belongs to.
+        scale_at, amax_at = at.get(f"{prefix}scale", at.get("scale")), at.get(f"{prefix}amax")
+        part = dispatch.dequantize(
+            at[f"{prefix}data"].of(data),
+            None if scale is None or scale_at is None else scale_at.of(scale),
+            None if amax is None or amax_at is None else amax_at.of(amax),
+            cast,
+            member.shape,
+            dtype,
+            col=col,
+        )
+        member.copy_(part)
+    return out
+
+
+def _dequantize_fake(  # noqa: PLR0913
+    data: Tensor,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    sizes: Tensor | None,
+    num: int,
+    cast: Cast,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    col: bool,
+) -> Tensor:
+    return data.new_empty(tuple(shape), dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------- sums
+def sums(x: Tensor, sizes: Tensor | None, num: int) -> Tensor:
+    """`[num, K]`: the sum of each member's rows, in fp32, rounded once to x's dtype.
+
+    Nothing waits for the device. The order of additions is fixed: no atomics.
+    """
+    _check(x, sizes, num)
+    if sizes is None:
+        equal = x.reshape(num, -1, x.shape[1])
+        return equal.sum(1, dtype=torch.float32).to(x.dtype)
+    return _op("group_sum")(x, sizes) if _traced() else _sums(x, sizes)
+
+
+def _sums(x: Tensor, sizes: Tensor) -> Tensor:
+    if not x.is_cuda:
+        _sizes(sizes, sizes.shape[0], x.shape[0])  # on the host it costs nothing to look
+    lengths = sizes.to(x.device, torch.int64)
+    found = torch.segment_reduce(x.float(), "sum", lengths=lengths, axis=0, unsafe=True)
+    return found.to(x.dtype)
+
+
+def _sums_fake(x: Tensor, sizes: Tensor) -> Tensor:
+    return x.new_empty((sizes.shape[0], x.shape[1]))
+
+
+# -------------------------------------------------------------------------------------------- ops
+_CAST = f"{Cast.__module__}.{Cast.__qualname__}"
+_OPS: tuple[library.Definition, ...] = (
+    (
+        f"group_quantize(Tensor x, Tensor? sizes, int num, {_CAST}? row, {_CAST}? col, "
+        "Tensor? seed, bool swizzle) -> Tensor[]",
+        _quantize,
+        _quantize_fake,
+    ),
+    (
+        f"group_quantize_scaled(Tensor x, Tensor? sizes, int num, Tensor scales, {_CAST} cast, "
+        "bool row, bool col) -> Tensor[]",
+        _quantize_scaled,
+        _quantize_scaled_fake,
+    ),
+    (
+        f"group_dequantize(Tensor data, Tensor? scale, Tensor? amax, Tensor? sizes, int num, "
+        f"{_CAST} cast, SymInt[] shape, ScalarType dtype, bool col) -> Tensor",
+        _dequantize,
+        _dequantize_fake,
+    ),
+    ("group_sum(Tensor x, Tensor sizes) -> Tensor", _sums, _sums_fake),
+)
+
+library.define(_OPS)

@@ -1,0 +1,117 @@
+"""`Wrapper`: what every declared object that is a real `torch.Tensor` does.
+
+Shape, nominal dtype and device are the tensor's; the data is in the declared fields.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import straight_through
+from ..quantizers import Quantizer
+
+__all__ = ["Wrapper", "contiguous_stride", "rebuild_tensor"]
+
+
+class Wrapper:
+    """Mixed in before a `Declared` class and `torch.Tensor`.
+
+    The class says how it is read (`_dequantize`), copied (`_like`, `_aliased`) and dispatched.
+    """
+
+    _is_tensor = True
+
+    def dequantize(self: Any, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The high-precision tensor; the gradient passes unchanged."""
+        dtype = self.dtype if dtype is None else dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            return straight_through.dequantize(self, dtype)
+        return self._dequantize(dtype)  # type: ignore[no-any-return]
+
+    def to_dtype(self, dtype: torch.dtype) -> Any:
+        """The same tensor under another nominal dtype."""
+        raise NotImplementedError
+
+    def detach(self: Any) -> Any:
+        return self._aliased()
+
+    def float(self) -> Tensor:
+        return self.dequantize(dtype=torch.float32)
+
+    def half(self) -> Tensor:
+        return self.dequantize(dtype=torch.float16)
+
+    def bfloat16(self) -> Tensor:
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.to("cpu")
+
+    def expand_as(self: Any, other: Tensor) -> Any:
+        # DDP finds a parameter's gradient accumulator behind the node of `p.expand_as(p)`.
+        return (
+            Tensor.view(self, self.shape) if other is self else self.dequantize().expand_as(other)
+        )
+
+    def untyped_storage(self: Any) -> Any:
+        return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
+
+    # ----------------------------------------------------------------------- copies of itself
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        names, ctx = self.__tensor_flatten__()
+        ctx = {k: v for k, v in ctx.items() if k != "group_name"}
+        inner = {n: getattr(self, n) for n in names}
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return rebuild_tensor, (inner, ctx, tuple(self.shape), is_parameter)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        with torch.no_grad():
+            made: Any = self.clone()
+        made._quantizer = copy.deepcopy(self._quantizer, memo)
+        made.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    def _stable_hash_for_caching(self: Any) -> str:
+        """What compile caches key this tensor by: everything but the data."""
+        names, ctx = self.__tensor_flatten__()
+        inner = [(n, tuple(getattr(self, n).shape), str(getattr(self, n).dtype)) for n in names]
+        kwargs = dict(ctx.pop("nontensor_kwargs"))
+        quantizer = kwargs.pop("quantizer")
+        if isinstance(quantizer, Quantizer):
+            quantizer = quantizer._value_key()
+        ctx["cls"] = ctx["cls"].__qualname__
+        return repr((tuple(self.shape), self.stride(), inner, ctx, kwargs, quantizer))
+
+    def __coerce_tangent_metadata__(self) -> Any:
+        """PyTorch asks, while it compiles, what gradient a compiled region's output will get."""
+        raise RuntimeError(
+            f"{type(self).__name__}: a quantized tensor that needs a gradient cannot leave a "
+            "compiled region (fp8_output=True, or quantize as the last step): its gradient is a "
+            "plain tensor, which PyTorch refuses there. Use it inside the region, return "
+            "dequantize() or detach() of it, or run under torch.no_grad()"
+        )
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape`."""
+    stride, step = [], 1
+    for d in reversed(tuple(shape)):
+        stride.append(step)
+        step = step * max(d, 1) if isinstance(d, int) else step * d
+    return tuple(reversed(stride))
+
+
+def rebuild_tensor(
+    inner: dict[str, Tensor], ctx: dict[str, Any], shape: Any, is_param: bool
+) -> Any:
+    """Unpickle: `torch.load(weights_only=True)` may call this and the classes it names."""
+    made = ctx["cls"].__tensor_unflatten__(inner, ctx, shape, contiguous_stride(shape))
+    return torch.nn.Parameter(made, requires_grad=ctx["requires_grad"]) if is_param else made
