@@ -51,10 +51,17 @@ __all__ = ["amax_fp4", "cast_fp4", "fake_fp4", "supports", "variants"]
 CONFIGS = {
     "words": Config(128, 128, 4),
     "light": Config(64, 128, 4),
+    "values": Config(64, 128, 4),
     "stochastic": Config(128, 128, 4),
     "heavy": Config(128, 64, 8),
 }
-BLOCKS = {"words": (4, 8), "light": (2, 4), "stochastic": (2, 2), "heavy": (1, 1)}
+BLOCKS = {
+    "words": (4, 8),
+    "light": (2, 4),
+    "values": (2, 2),  # of partial tiles: (2, 4) spills 16 bytes on sm_90
+    "stochastic": (2, 2),
+    "heavy": (1, 1),
+}
 PAD = 128
 POINTERS = (
     "row_data", "row_scale", "row_out", "row_amax",
@@ -385,6 +392,8 @@ def _kind(row: Cast | None, col: Cast | None, tensors: Tensors, words: bool) -> 
         values = tensors.get(out) is not None
         if cast.error or (cast.stochastic and values):
             return "heavy"
+        if values and not words:
+            kind = "values"
         if cast.stochastic:
             kind = "stochastic"
         elif values and kind == "words":
