@@ -1,9 +1,10 @@
 # Everything runs in a virtual environment of its own, made on first use.
-#   make train    install minifloat and run it
+#   make train    train a small transformer in low precision, and in bf16 beside it
 #   make test     run the tests
 #   make check    lint, format and type check
 #   make clean    remove the environment and everything built
-# Another Python: make test PYTHON=python3.12. Arguments for pytest: make test ARGS="-k mxfp8".
+# Another Python: make test PYTHON=python3.12.
+# Arguments: make train ARGS="--recipe mxfp8", make test ARGS="-k mxfp8".
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -26,8 +27,8 @@ endif
 help:
 	@sed -n 's/^#  //p' Makefile
 
-train: $(VENV)/.ready-run
-	$(BIN)/python -m minifloat doctor
+train: $(VENV)/.ready-train
+	$(BIN)/python -m minifloat train $(ARGS)
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -63,6 +64,9 @@ $(VENV)/constraints.txt: tools/make_venv.py constraints.txt
 $(VENV)/.ready-run: $(VENV)/constraints.txt pyproject.toml
 	$(PIP) -e . numpy  # PyTorch warns at every start where it finds no numpy
 	@touch $@
+
+$(VENV)/.ready-train: $(VENV)/.ready-run
+	@$(PIP) -e ".[train]" && touch $@ || echo "minifloat: goes on without plot and progress bar"
 
 $(VENV)/.ready-%: $(VENV)/constraints.txt pyproject.toml
 	$(PIP) -e ".[$*]"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import dynamo, recipe, reference
 from ._version import __version__
+from .convert import convert
 from .dtypes import DType, TE_DType, TE_DType_To_Torch
 from .modules import (
     LayerNormLinear,
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
         splits_to_offsets,
         splits_to_offsets_multi,
     )
+    from .memory import memory_report
+    from .modules.grouped_linear import GroupedLinear
     from .modules.norm import LayerNorm, RMSNorm
     from .modules.padding import Fp8Padding, Fp8Unpadding
     from .permutation import (
@@ -85,6 +88,7 @@ if TYPE_CHECKING:
         moe_sort_chunks_by_index_with_probs,
         moe_unpermute,
     )
+    from .proof import assert_quantized
 
 __all__ = [
     "DType",
@@ -98,6 +102,7 @@ __all__ = [
     "Float8TensorStorage",
     "Fp8Padding",
     "Fp8Unpadding",
+    "GroupedLinear",
     "GroupedTensor",
     "GroupedTensorStorage",
     "HybridQuantizedTensor",
@@ -128,10 +133,12 @@ __all__ = [
     "UsageError",
     "__version__",
     "as_parameter",
+    "assert_quantized",
     "autocast",
     "bgrad_group_quantize",
     "bgrad_quantize",
     "checkpoint",
+    "convert",
     "dynamo",
     "flatten_state_dict",
     "fp8_autocast",
@@ -143,6 +150,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "memory_report",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
@@ -177,6 +185,8 @@ _LATER = {
         "splits_to_offsets",
         "splits_to_offsets_multi",
     ),
+    "memory": ("memory_report",),
+    "modules.grouped_linear": ("GroupedLinear",),
     "modules.norm": ("LayerNorm", "RMSNorm"),
     "modules.padding": ("Fp8Padding", "Fp8Unpadding"),
     "permutation": (
@@ -187,6 +197,7 @@ _LATER = {
         "moe_sort_chunks_by_index_with_probs",
         "moe_unpermute",
     ),
+    "proof": ("assert_quantized",),
 }
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .train.options import add_arguments
+
 __all__ = ["main"]
 
 
@@ -21,9 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     convert.add_argument("source", metavar="IN", help="a file of torch.save or safetensors")
     convert.add_argument("target", metavar="OUT", help="written in the same format")
+    train = commands.add_parser("train", help="a transformer in low precision, beside bf16")
+    add_arguments(train)
     args = parser.parse_args(argv)
     if args.command == "convert-checkpoint":
         return _convert(args.source, args.target)
+    if args.command == "train":
+        return _train(args)
     from .doctor import report
 
     print(report(None if args.device is None else torch.device(args.device)))
@@ -39,4 +45,23 @@ def _convert(source: str, target: str) -> int:
         print(f"minifloat convert-checkpoint: {source}: {error}", file=sys.stderr)
         return 1
     print(f"{target}: {count} extra states converted")
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from .train import Options, TrainError, train
+
+    options = Options(**{name: value for name, value in vars(args).items() if name != "command"})
+    try:
+        train(options)
+    except TrainError as error:
+        if options.debug:
+            raise
+        print(f"minifloat train: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        print("minifloat train: interrupted", file=sys.stderr)
+        return 130
     return 0

@@ -14,7 +14,7 @@ from torch import nn
 from . import extra_state, scalars
 from .formats import HIGH_PRECISION, Cast
 from .operands import Live
-from .recipe.autocast import STATE, note
+from .recipe.autocast import STATE, note, settle
 from .recipe.base import Recipe
 from .recipe.delayed import DelayedState, Slots, update
 from .recipe.plan import Plan
@@ -54,6 +54,7 @@ class Module(nn.Module):
 
     module_type = "linear"
     delayed: DelayedState
+    recipe: Recipe | None = None  # in force where no autocast is
 
     def _setup(self, name: str | None, device: torch.device | str | None) -> None:
         """Call once, after `nn.Module.__init__`."""
@@ -126,6 +127,8 @@ class Module(nn.Module):
             plan, calibration, group = entry.plan, entry.calibration, entry.group
         else:
             recipe, other, group = STATE.recipe, STATE.calibration, STATE.group
+            if STATE.depth == 0:  # an autocast, if there is one, comes before what a layer says
+                recipe = self.recipe
             plan = HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
             calibration = None if other is None else other.plan(*self._roles(other))
             if new:
@@ -176,11 +179,14 @@ class Module(nn.Module):
             )
 
     def _end(self, begun: Begun) -> None:
-        """Close a forward inside a compiled checkpoint, where no note may leave the graph."""
+        """Close a forward that no autocast closes, or inside a compiled checkpoint, where no note
+        may leave the graph."""
         if STATE.checkpointed and begun.plan.update is not None and torch.is_grad_enabled():
             plan = begun.plan
             limits = (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit)
             update(self.delayed.forward_slots(limits), begun.plan.update, begun.group)
+        elif STATE.depth == 0 and begun.plan.update is not None:
+            settle()
 
     # ------------------------------------------------------------------------------ state dict
     def _load_from_state_dict(

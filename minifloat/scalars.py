@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import env, library, programs
 
-__all__ = ["advance", "rescale", "snapshot"]
+__all__ = ["advance", "rescale", "snapshot", "tallied"]
 
 
 def _kernels_on(x: Tensor) -> bool:
@@ -82,4 +82,29 @@ def _snapshot_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-library.define((("snapshot(Tensor x) -> Tensor", _snapshot, _snapshot_fake),))
+def tallied(x: Tensor, counts: Tensor, index: int) -> Tensor:
+    """`x`, once `counts[index]` has gone up by one; in a graph too, each time that it runs."""
+    if library.traced():
+        made: Tensor = library.op("tallied")(x, counts, index)
+        return made
+    counts.data[index] += 1
+    return x
+
+
+def _tallied(x: Tensor, counts: Tensor, index: int) -> Tensor:
+    # No schema tells that counts change: a checkpoint would refuse to repeat it, and a backward to
+    # run after another has counted. What is returned is used, so nothing is optimized away.
+    counts.data[index] += 1
+    return x.clone()
+
+
+def _tallied_fake(x: Tensor, counts: Tensor, index: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+library.define(
+    (
+        ("snapshot(Tensor x) -> Tensor", _snapshot, _snapshot_fake),
+        ("tallied(Tensor x, Tensor counts, int index) -> Tensor", _tallied, _tallied_fake),
+    )
+)

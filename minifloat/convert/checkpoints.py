@@ -22,8 +22,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from .extra_state import DELAYED_KEYS, SUFFIX, payload
-from .recipe.delayed import BACKWARD, FORWARD
+from ..extra_state import DELAYED_KEYS, SUFFIX, payload
+from ..recipe.delayed import BACKWARD, FORWARD
 
 __all__ = ["convert_checkpoint", "convert_state_dict", "read_extra_state"]
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import dispatch, library
+from .. import dispatch, library, scalars
 from ..formats import Cast, Operand
 from ..gemm import gemm
 from ..operands import Live, column, operands
@@ -39,6 +39,7 @@ __all__ = [
     "quantized_grad",
     "read_by_casts",
     "stored",
+    "tally",
     "weight_operands",
     "wgrad",
 ]
@@ -75,6 +76,7 @@ class Call(NamedTuple):
     grad_input: Any = None  # quantizes dx
     defer: Any = None  # takes the operands of wgrad, to be multiplied later
     after: Tensor | None = None  # what a graph must have before it runs forward (again)
+    counts: Tensor | None = None  # how often each product ran, and in what: see `tally`
 
 
 class Gradient(NamedTuple):
@@ -147,6 +149,7 @@ def fprop(
     """(y, what dgrad needs)."""
     plan, (need_dx, _, _) = call.plan, call.needs
     w_row = _weight_row(weight, call, need_dx)
+    x_row = tally(0, x_row, w_row, call)
     y = gemm(x_row, w_row, call.dtype, bias=bias, fast=plan.fast[0])
     # Backward casts the weight again: by the scale of now, or from the amax that is known.
     recasts = need_dx and call.workspace is None and not plan.w_row.tiled
@@ -161,6 +164,7 @@ def dgrad(g_row: Operand | None, kept_w: list[Any], call: Call) -> Any:
         return None
     assert g_row is not None
     w_col = _weight_col(kept_w[3], kept_w[:3], kept_w[4], g_row.data, call)
+    g_row = tally(1, g_row, w_col, call)
     dx = gemm(g_row, w_col, call.dtype, fast=call.plan.fast[1])
     return dx if call.grad_input is None else quantized_grad(dx, call)
 
@@ -171,6 +175,7 @@ def wgrad(g_col: Operand, x_col: Operand, call: Call) -> Tensor | None:
         call.defer(g_col, x_col, call._replace(defer=None))
         return None
     fast, out = call.plan.fast[2], call.main_grad
+    g_col = tally(2, g_col, x_col, call)
     if out is None:
         return gemm(g_col, x_col, call.grad_dtype, fast=fast)
     gemm(g_col, x_col, call.grad_dtype, fast=fast, out=out, accumulate=not call.overwrite)
@@ -178,6 +183,20 @@ def wgrad(g_col: Operand, x_col: Operand, call: Call) -> Tensor | None:
         return None
     make = torch.zeros if call.dummy else torch.empty
     return make(out.shape, dtype=call.grad_dtype, device=out.device)
+
+
+def tally(product: int, a: Operand, b: Operand, call: Call) -> Operand:
+    """`a`, once its product with `b` is counted in `call.counts`, if that is there.
+
+    Rows of it are (fprop, dgrad, wgrad); columns are products of quantized operands, those that the
+    recipe leaves in high precision though it quantizes others, and those without a recipe.
+    """
+    if call.counts is None:
+        return a
+    kind = 0
+    if a.cast.layout[0] is not torch.uint8 or b.cast.layout[0] is not torch.uint8:
+        kind = 1 if call.plan.quantizes else 2
+    return a._replace(data=scalars.tallied(a.data, call.counts, 3 * product + kind))
 
 
 def finish(call: Call) -> None:

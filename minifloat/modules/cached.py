@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.linear import weight_operands
 from ..module import Begun, Module
 from ..recipe import Recipe, get_default_recipe
 from ..recipe.autocast import STATE
@@ -28,6 +29,7 @@ class CachesWeight(Module):
     _cached_version: tuple[Any, ...]  # of the parameters that were cast
     _preallocated: str  # Plan.weight_key of a workspace held in buffers, or ""
     _init_recipe: Recipe | None
+    _weight_operands = staticmethod(weight_operands)  # what casts a weight for a workspace
 
     def _workspace(
         self, weight: Any, owners: list[Any], begun: Begun, first: bool | None, need_col: bool
@@ -45,7 +47,13 @@ class CachesWeight(Module):
                 return None
             with unseen(True):
                 return cast_weight(
-                    weight, plan, begun.live[1], None, col=need_col or self.training, update=True
+                    weight,
+                    plan,
+                    begun.live[1],
+                    None,
+                    col=need_col or self.training,
+                    update=True,
+                    cast=self._weight_operands,
                 )[0]
         if first is None and not self._versioned():
             return None
@@ -63,6 +71,7 @@ class CachesWeight(Module):
                 self._get_cached(),
                 col=need_col or self.training,
                 update=update,
+                cast=self._weight_operands,
             )
         if new is not None:
             self._set_cached(new)
@@ -108,7 +117,9 @@ class CachesWeight(Module):
             return
         if plan.w_row.layout[0] is torch.uint8:
             live = self.delayed.live("weight") if plan.delayed[1] else None
-            made, _ = cast_weight(weight, plan, live, None, col=True, update=True)
+            made, _ = cast_weight(
+                weight, plan, live, None, col=True, update=True, cast=self._weight_operands
+            )
             self._hold(made)
             self.delayed.reset()
 

@@ -19,6 +19,7 @@ from ..core.recompute import Recomputed, RecomputedCall, RecomputedPair
 from ..module import Module
 from ..parameters import default_device, default_init, initialise, quantized_parameter
 from ..producer import activation as activation_of
+from ..recipe import Recipe
 from ..recipe.roles import QuantizerRole
 from ..tensors import QuantizedTensorStorage
 from .normed import Normed
@@ -198,6 +199,16 @@ class LayerNormMLP(Module, Normed):
                 weight.detach(), of._init_recipe, roles, of.delayed, of._preserve
             )
             self.register_parameter(f"{part}_weight", made)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """Of both layers, where no autocast is active."""
+        return self.fc1.recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        for _, of in self._parts():
+            of.recipe = recipe
 
     @property
     def primary_weights_in_fp8(self) -> bool:

@@ -87,6 +87,20 @@ class Linear(Weighted, nn.Linear):
             in_features, out_features, bias, dtype, parameters_split, device, where
         )
 
+    @classmethod
+    def adopt(cls, module: nn.Linear, name: str | None = None) -> None:
+        """Make a Linear of an `nn.Linear`: the same object, parameters, hooks and attributes."""
+        device = module.weight.device
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        out = module.out_features
+        module._setup_projection(name=name, device=device, where="Linear")
+        module._init_recipe, module._preserve = None, False
+        module.return_bias = False
+        module._init_method, module._tracker = default_init, (None, None)
+        module.use_bias = module.apply_bias = module.bias is not None
+        module._splits = {"": out}
+
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
         return text + f", bias={self.use_bias}"

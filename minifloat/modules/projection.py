@@ -63,6 +63,7 @@ class Projection(CachesWeight):
                 f"{where}: parallel_mode: got {parallel_mode!r}; allowed: None, 'column', 'row'"
             )
         self._setup(name, device)
+        self.recipe = None  # on the instance: a graph looks for it there
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         self._tp: collectives.Group | None = None
         if tp_group is not None:
@@ -78,6 +79,7 @@ class Projection(CachesWeight):
         self._special = (
             fuse_wgrad_accumulation or delay_wgrad_compute or save_original_input or cache_weights
         )
+        self._counts: Tensor | None = None  # of the products that ran, while somebody counts
         self._cached: Cached | None = None
         self._cached_version: tuple[tuple[int, int], ...] = ()
         self._preallocated = ""  # Plan.weight_key of a workspace held in buffers
@@ -138,7 +140,8 @@ class Projection(CachesWeight):
         plan = begun.plan
         slots = begun.slots if needs[0] or needs[1] else None
         sizes = (inp.dtype, weight.dtype, self.in_features)
-        if not (self._special or first is not None or fp8_grad or plan.stochastic):
+        special = self._special or self._counts is not None
+        if not (special or first is not None or fp8_grad or plan.stochastic):
             return Call(plan, needs, *sizes, begun.live, slots, begun.group)
         cached, live = self._workspace(weight, owners, begun, first, needs[0]), begun.live
         if cached is not None and cached.scale is not None:
@@ -156,6 +159,7 @@ class Projection(CachesWeight):
             self._saves_input(plan),
             self._grad_input_quantizer(plan, fp8_grad),
             self.wgrad_store.put if self._defers(needs[1]) else None,
+            counts=self._counts,
         )
 
     def _links(self, call: Call, shape: tuple[int, ...]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ core and comes out of it; nothing here knows a module.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +36,9 @@ def cast_weight(
     *,
     col: bool,
     update: bool,
+    cast: Callable[[Tensor, Plan, Live | None, bool], Copies] = weight_operands,
 ) -> tuple[Cached, Cached | None]:
-    """(what to multiply, the new workspace or None).
+    """(what to multiply, the new workspace or None); `cast` makes the copies.
 
     A miss casts and returns the workspace twice. A hit is `cached`, cast again in place if
     `update`, and None. A workspace of other casts, or without a column copy that is wanted now, is
@@ -47,7 +49,7 @@ def cast_weight(
         assert cached is not None
         return cached, None
     with torch.no_grad():
-        copies = weight_operands(weight.detach(), plan, live, col or hit)
+        copies = cast(weight.detach(), plan, live, col or hit)
         scale = None if live is None else live[0].clone()
         if not hit:
             made = Cached(copies, plan.weight_key, scale)

@@ -27,6 +27,7 @@ __all__ = [
     "fp8_model_init",
     "note",
     "quantized_model_init",
+    "settle",
 ]
 
 Ran = tuple[DelayedState, tuple[float, ...], tuple[Any, ...], Any, Any]
@@ -130,14 +131,18 @@ class autocast:  # noqa: N801  (the contract's name)
         STATE.recipe, STATE.calibration, STATE.group = self._outer
         self._outer = None
         STATE.depth -= 1
-        if STATE.depth > 0:
-            return
-        ran, STATE.ran = STATE.ran, None
-        if torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                _update(ran)
-        elif ran is not None and not _in_backward() and _counts():
+        if STATE.depth == 0:
+            settle()
+
+
+def settle() -> None:
+    """Update the scales of what ran: the end of the outermost autocast, or of a layer without."""
+    ran, STATE.ran = STATE.ran, None
+    if torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
             _update(ran)
+    elif ran is not None and not _in_backward() and _counts():
+        _update(ran)
 
 
 def _counts() -> bool:

@@ -30,7 +30,10 @@ HISTORY = 1024  # rows, until a recipe asks for another number
 
 
 class Slots(NamedTuple):
-    """The slots of one direction: `history[len, n]` and n scales, amaxes and largest codes."""
+    """The slots of one direction: n scales, amaxes and largest codes, and `history[len, all]`.
+
+    A slot has one scale, or one for each member of a group.
+    """
 
     history: Tensor
     scales: tuple[Tensor, ...]
@@ -39,7 +42,7 @@ class Slots(NamedTuple):
 
 
 class DelayedState(nn.Module):
-    """Scale, amax and history of the five slots of a linear layer.
+    """Scale, amax and history of the five slots of a linear layer, or of `members` of them.
 
     Its buffers are fp32 whatever a module is cast to, and are no part of a `state_dict` before the
     first delayed forward; one without them loads, and changes nothing here.
@@ -51,14 +54,15 @@ class DelayedState(nn.Module):
     scale_weight: Tensor
     amax_weight: Tensor
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
+    def __init__(self, device: torch.device | str | None = None, members: int = 1) -> None:
         super().__init__()
         for slot in SLOTS:
-            one, zero = torch.ones(1, device=device), torch.zeros(1, device=device)
+            one, zero = torch.ones(members, device=device), torch.zeros(members, device=device)
             self.register_buffer(f"scale_{slot}", one.float(), persistent=False)
             self.register_buffer(f"amax_{slot}", zero.float(), persistent=False)
         for name, slots in (("forward", FORWARD), ("backward", BACKWARD)):
-            history = torch.zeros(HISTORY, len(slots), dtype=torch.float32, device=device)
+            columns = len(slots) * members
+            history = torch.zeros(HISTORY, columns, dtype=torch.float32, device=device)
             self.register_buffer(f"history_{name}", history, persistent=False)
         self.used = False
 
@@ -168,7 +172,8 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
     if slots.history.shape[0] > rule.history_len:  # a graph cannot shorten it: see `fit`
         slots = slots._replace(history=slots.history[: rule.history_len])
     shared = (_world() if group is None else group) if rule.reduce_amax else None
-    if shared is None and rule.scale_algo is None and not library.traced():
+    single = slots.scales[0].shape[0] == 1
+    if shared is None and rule.scale_algo is None and single and not library.traced():
         algorithm = rule.amax_algo
         limits = tuple([limit * 2.0**-rule.margin for limit in slots.limits])
         if isinstance(algorithm, str) and scalars.advance(
@@ -182,8 +187,9 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
         history, scale = _next(slots, amaxes, rule)
         # What a backward still holds must not look changed: it has its own copies.
         _write(slots.history, history)
+        members = slots.scales[0].shape[0]
         for i in range(len(slots.scales)):
-            _write(slots.scales[i], scale[i : i + 1])
+            _write(slots.scales[i], scale[i * members : (i + 1) * members])
             _write(slots.amaxes[i], torch.zeros_like(slots.amaxes[i]))
 
 
@@ -196,7 +202,8 @@ def _next(slots: Slots, amaxes: Tensor, rule: DelayedUpdate) -> tuple[Tensor, Te
             made: Tensor = rule.scale_algo(amax, scale, limit, rule.recipe)  # type: ignore[misc]
             return made
 
-    limits = torch.cat([amaxes.new_full((1,), limit) for limit in slots.limits])
+    members = slots.scales[0].shape[0]
+    limits = torch.cat([amaxes.new_full((members,), limit) for limit in slots.limits])
     return reference.delayed_update(
         history,
         torch.cat(slots.scales),

@@ -88,6 +88,7 @@ class Plan(Record):
         "delayed", "update", "output", "grad_input", "y_row", "dx_row", "requantizes", "name",
     )  # fmt: skip
     weight_key: str  # what a cached weight was cast by, as a string: graphs can store one
+    quantizes: bool  # whether it quantizes anything
     stochastic: bool
     input_amax: bool  # whether the input's scale comes from its amax
 
@@ -95,6 +96,7 @@ class Plan(Record):
         casts = (self.x_row, self.x_col, self.w_row, self.w_col, self.g_row, self.g_col)
         return {
             "weight_key": f"{self.w_row!r} {self.w_col!r} {self.delayed[1]}",
+            "quantizes": any(cast.format.element is not None for cast in casts),
             "stochastic": any(cast.stochastic for cast in casts),
             "input_amax": not (self.x_row.tiled or self.delayed[0] or self.x_row.layout[0] is None),
         }
@@ -103,7 +105,16 @@ class Plan(Record):
 register(DelayedUpdate, real=(*DelayedUpdate._fields, "_key", "__eq__", "replace"))
 register(
     Plan,
-    real=(*Plan._fields, "weight_key", "stochastic", "input_amax", "_key", "__eq__", "replace"),
+    real=(
+        *Plan._fields,
+        "weight_key",
+        "quantizes",
+        "stochastic",
+        "input_amax",
+        "_key",
+        "__eq__",
+        "replace",
+    ),
 )
 
 

@@ -1,0 +1,15 @@
+"""The reference model of tests, docs, benchmarks and `minifloat train`."""
+
+from .config import PRESETS, TransformerConfig
+from .flops import Flops, gemm_flops
+from .transformer import Attention, Block, Transformer
+
+__all__ = [
+    "PRESETS",
+    "Attention",
+    "Block",
+    "Flops",
+    "Transformer",
+    "TransformerConfig",
+    "gemm_flops",
+]

@@ -1,0 +1,104 @@
+"""What can be asked of a run, as a value and as arguments of the command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..models import PRESETS, TransformerConfig
+from .errors import TrainError, pick
+
+__all__ = ["Options", "add_arguments"]
+
+# preset: (steps, sequences per step, learning rate), on a device that can take them
+_DEFAULTS = {
+    "smoke": (20, 8, 3e-3),
+    "tiny": (100, 8, 3e-3),
+    "gpt2": (500, 32, 6e-4),
+    "1b": (200, 8, 3e-4),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """A run. None asks for what suits the preset or the machine."""
+
+    recipe: str = "default"
+    preset: str = "tiny"
+    steps: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    seed: int = 0
+    data: str | None = None
+    device: str | None = None
+    compile: bool = True
+    backend: str | None = None
+    baseline: bool = True
+    out: str = "runs/train"
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 50
+    resume: bool = False
+    stop_after: int | None = None
+    log_every: int = 10
+    eval_batches: int = 8
+    debug: bool = False
+
+    def checked(self) -> Options:
+        """Itself, with the preset's defaults filled in; TrainError for what cannot be."""
+        pick("preset", self.preset, PRESETS)
+        defaults = zip(("steps", "batch_size", "lr"), _DEFAULTS[self.preset], strict=True)
+        filled = {name: value for name, value in defaults if getattr(self, name) is None}
+        options = Options(**{**{f.name: getattr(self, f.name) for f in fields(self)}, **filled})
+        positive = ("steps", "batch_size", "lr", "checkpoint_every", "log_every", "eval_batches")
+        for name in (*positive, "stop_after"):
+            value = getattr(options, name)
+            if value is not None and not value > 0:
+                raise TrainError(f"--{name.replace('_', '-')} {value}: must be positive")
+        if options.resume and options.checkpoint_dir is None:
+            raise TrainError("--resume needs --checkpoint-dir: the folder of the run to go on with")
+        if options.stop_after is not None and options.checkpoint_dir is None:
+            raise TrainError("--stop-after needs --checkpoint-dir: the run would be lost")
+        if Path(options.out).exists() and not Path(options.out).is_dir():
+            raise TrainError(f"--out {options.out}: is a file, and a folder is wanted")
+        return options
+
+    @property
+    def config(self) -> TransformerConfig:
+        return PRESETS[self.preset]
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree on: all that decides the numbers of a step."""
+        names = ("preset", "steps", "batch_size", "lr", "seed", "compile", "backend")
+        return {name: getattr(self, name) for name in names}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    say = parser.add_argument
+    say("--recipe", default="default", metavar="NAME",
+        help="delayed, current, block, mxfp8, nvfp4, none, or a map PATTERN=NAME,... of layers"
+        " (default: the best this device has)")  # fmt: skip
+    say("--preset", default="tiny", metavar="NAME", help=f"{', '.join(PRESETS)} (default: tiny)")
+    say("--steps", type=int, default=None, help="training steps (default: by preset)")
+    say("--batch-size", type=int, default=None, help="sequences per step (default: by preset)")
+    say("--lr", type=float, default=None, help="the highest learning rate (default: by preset)")
+    say("--seed", type=int, default=0, help="of parameters and data (default: 0)")
+    say("--data", default=None, metavar="PATH",
+        help="a text file or a folder (default: this Python's standard library)")  # fmt: skip
+    say("--device", default=None, help="e.g. cpu, cuda:0 (default: the GPU if any)")
+    say("--compile", action=argparse.BooleanOptionalAction, default=True,
+        help="torch.compile(fullgraph=True) (default: yes)")  # fmt: skip
+    say("--backend", default=None, help="of torch.compile (default: inductor, on CPU aot_eager)")
+    say("--baseline", action=argparse.BooleanOptionalAction, default=True,
+        help="train the same model in bf16 too (default: yes)")  # fmt: skip
+    say("--out", default="runs/train", metavar="DIR",
+        help="metrics, summary, plot and report (default: runs/train)")  # fmt: skip
+    say("--checkpoint-dir", default=None, metavar="DIR", help="save checkpoints there")
+    say("--checkpoint-every", type=int, default=50, metavar="N", help="steps (default: 50)")
+    say("--resume", action="store_true", help="go on from the last checkpoint")
+    say("--stop-after", type=int, default=None, metavar="N",
+        help="save a checkpoint after step N of each run and stop: --resume goes on")  # fmt: skip
+    say("--log-every", type=int, default=10, metavar="N", help="steps (default: 10)")
+    say("--eval-batches", type=int, default=8, metavar="N", help="of validation (default: 8)")
+    say("--debug", action="store_true", help="show tracebacks of errors")

@@ -1,0 +1,115 @@
+"""`convert` on a Llama of transformers, and LoRA of peft on top; neither is a dependency."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minifloat
+from minifloat import recipe
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.deep
+RECIPE = recipe.Float8CurrentScaling()
+
+
+def llama(tied: bool = False) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def batch() -> dict[str, Any]:
+    ids = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_llama_trains_compiled_and_is_saved(tied: bool, tmp_path: Path) -> None:
+    model, data = llama(tied), batch()
+    report = minifloat.convert(model, RECIPE)
+    assert len(report.converted) == 14
+    assert list(report.skipped) == ["lm_head"]
+    assert ("embedding" in report.skipped["lm_head"]) == tied
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+    def step() -> float:
+        loss = compiled(**data).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    first = step()
+    proof = minifloat.assert_quantized(model, step)
+    assert proof.total == 14 * 3
+    assert step() < first
+    model.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert type(again.model.layers[0].mlp.down_proj) is torch.nn.Linear
+    for (name, a), (other, b) in zip(
+        model.state_dict().items(), again.state_dict().items(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(a, b), name
+    minifloat.convert(again, RECIPE)
+    assert torch.equal(again(**data).loss, model(**data).loss)
+
+
+def test_gradient_checkpointing() -> None:
+    data = batch()
+    grads = []
+    for checkpointed in (False, True):
+        model = llama()
+        minifloat.convert(model, RECIPE)
+        model.train()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model(**data).loss.backward()
+        grads.append(model.model.layers[0].mlp.down_proj.weight.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("before", (True, False), ids=("convert_first", "lora_first"))
+def test_lora_on_a_frozen_quantized_base(before: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model, data = llama(), batch()
+    if before:
+        minifloat.convert(model, RECIPE)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=4)
+    model = peft.get_peft_model(model, config)
+    if not before:
+        minifloat.convert(model, RECIPE, recipes={"*.lora_*": None})
+    base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+
+    def step() -> float:
+        loss = model(**data).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    first = step()
+    proof = minifloat.assert_quantized(model, step)
+    assert len(proof.layers) == 14
+    assert all(layer.quantized[2] == 0 for layer in proof.layers.values())  # frozen: no wgrad
+    for _ in range(3):
+        last = step()
+    assert last < first
+    for name, parameter in model.named_parameters():
+        if name in base:
+            assert torch.equal(parameter, base[name])

@@ -1,0 +1,95 @@
+"""Every way to run a GroupedLinear is one graph, with the bits of eager; other sizes, the same."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import minifloat as mf
+from minifloat import recipe as recipes
+
+from .cases import RECIPES, STATELESS, Case, Counter, compare, duplicate, function, train
+
+SPLITS = torch.tensor([9, 0, 11, 1])
+SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
+CASES = (
+    Case("plain"),
+    Case("single", module=SINGLE),
+    Case("inside", module=SINGLE, inside=True),
+    Case("no_bias", module={"bias": False}),
+    Case("list", forward={"m_splits": SPLITS.tolist()}),
+    Case("no_grad", grad=False),
+    Case("primary", primary=True),
+    Case("primary_single", primary=True, module=SINGLE, recipes=STATELESS),
+    Case("microbatches", microbatches=(True, False, True, False)),
+    Case("main_grad", main_grad=True, module={"fuse_wgrad_accumulation": True}),
+    Case("main_grad_single", main_grad=True, module={"fuse_wgrad_accumulation": True, **SINGLE}),
+    Case("save_original_input", module={"save_original_input": True}, recipes=STATELESS),
+    Case("checkpoint", checkpoint="ours"),
+    Case("return_bias", module={"return_bias": True, **SINGLE}),
+    Case("frozen_input", frozen=("input",)),
+    Case("calibrating", calibrating=True),
+    Case("two_dim", shape=(21, 48)),
+)
+MATRIX = [
+    pytest.param(
+        name, case, id=f"{name}-{case}", marks=[] if case.name == "single" else pytest.mark.deep
+    )
+    for case in CASES
+    for name in RECIPES
+    if name in case.recipes
+]
+
+
+def make(case: Case, recipe: recipes.Recipe) -> Any:
+    torch.manual_seed(1)
+    context: Any = contextlib.nullcontext()
+    if case.primary:
+        context = mf.quantized_model_init(recipe=recipe)
+    with context, mf.autocast(recipe=recipe):
+        layer = mf.GroupedLinear(4, 48, 64, device="cpu", **case.module)
+    for name, p in layer.named_parameters():
+        if case.main_grad and name.startswith("weight"):
+            p.main_grad = torch.full(p.shape, 0.5)  # type: ignore[attr-defined]
+    return layer
+
+
+@pytest.mark.parametrize(("name", "case"), MATRIX)
+def test_one_graph_with_the_bits_of_eager(name: str, case: Case) -> None:
+    torch._dynamo.reset()
+    recipe = RECIPES[name]()
+    case.forward.setdefault("m_splits", SPLITS)
+    layer = make(case, recipe)
+    other = duplicate(layer)
+    expected = list(train(case, layer, recipe, function(case, layer, recipe)))
+    counter = Counter()
+    compiled = torch.compile(function(case, other, recipe), backend=counter, fullgraph=True)
+    compare(expected, list(train(case, other, recipe, compiled)))
+    states = len(set(case.microbatches)) + (
+        True in case.microbatches[1:] and True in case.microbatches
+    )
+    assert counter.graphs <= max(states, 1)
+
+
+@pytest.mark.parametrize("name", ["current", pytest.param("delayed", marks=pytest.mark.deep)])
+def test_other_sizes_need_no_other_graph(name: str) -> None:
+    torch._dynamo.reset()
+    recipe = RECIPES[name]()
+    layer = make(Case("sizes", module=SINGLE), recipe)
+    other = duplicate(layer)
+    counter = Counter()
+    compiled = torch.compile(other, backend=counter, fullgraph=True)
+    for sizes in ([9, 0, 11, 1], [0, 21, 0, 0], [5, 5, 5, 6], [0, 0, 0, 21]):
+        x = torch.randn(21, 48)
+        found = []
+        for one, call in ((layer, layer), (other, compiled)):
+            y = x.clone().requires_grad_()
+            with mf.autocast(recipe=recipe):
+                z = call(y, torch.tensor(sizes))
+            z.sum().backward()
+            found += [[z, y.grad, one.weight.grad, one.bias.grad]]
+        compare(*found)
+    assert counter.graphs == 1
