@@ -314,6 +314,14 @@ def full_result() -> dict[str, Any]:
                 for recipe in ("nn.Linear", "delayed", "nvfp4")
             ],
         },
+        "mlp": {
+            "ok": True,
+            "seconds": 40.0,
+            "rows": [
+                {"shape": [8192, 8192, 28672], "recipe": recipe, "step": 9.0, "kept_ratio": 0.65}
+                for recipe in ("bf16 compile", "delayed")
+            ],
+        },
     }
 
 
@@ -326,11 +334,14 @@ def test_the_summary_is_short_and_complete() -> None:
         (line,) = (line for line in lines if line.startswith(f"{name} "))
         assert " 12345.6  4260 " in line
     assert any(line.startswith("2048x768x3072 nvfp4") and "0.50" in line for line in lines)
-    assert lines[-4:] == [
+    assert any(line.startswith("8192x8192x28672 delayed") and "0.65" in line for line in lines)
+    assert not any("bf16 compile" in line for line in lines)
+    assert lines[-5:] == [
         "tests: ok, 500 ran, 0 failed, 60 s",
         "sweep: ok, 9 cases, 0 failed, 120 s",
         "bench: ok, 99 s",
         "linear: ok, 50 s",
+        "mlp: ok, 40 s",
     ]
 
 
@@ -362,7 +373,7 @@ def test_main(
     monkeypatch.setattr(gpu_check, "STEPS", {name: step(name) for name in gpu_check.STEPS})
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert gpu_check.main(["--skip-bench", "--quick"]) == code
-    assert ran == [("tests", True), ("sweep", True), ("linear", True)]
+    assert ran == [("tests", True), ("sweep", True), ("linear", True), ("mlp", True)]
     written = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert set(written) == {"tests", "sweep", "linear"}
 
