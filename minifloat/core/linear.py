@@ -330,15 +330,19 @@ def _weight_col(
 
 def weight_operands(weight: Tensor, plan: Plan, live: Live | None, col: bool) -> Workspace:
     """Both copies of a weight as a workspace keeps them."""
+    from_row = col and plan.col_from_row[1]
     row, made = operands(
         weight,
         plan.w_row,
-        plan.w_col if col else None,
+        plan.w_col if col and not from_row else None,
         live=live,
         keep_col=True,
-        keep_row=plan.override == "dequantized",  # backward decodes it
+        keep_row=plan.override == "dequantized" or from_row,  # it is decoded again
     )
     assert row is not None
+    if from_row:
+        again = dequantized(row, tuple(weight.shape), weight.dtype)
+        made = operands(again, None, plan.w_col, keep_col=True)[1]
     return (row.data, row.scale, row.amax), NONE if made is None else stored(made)
 
 

@@ -359,3 +359,33 @@ def test_one_graph_serves_equal_quantizers() -> None:
         expected = run(layer, layer, x, recipe)[0]
         compare(expected, run(call, layer, input_quantizer(recipe).quantize(x), recipe)[0])
     assert counter.graphs == 1
+
+
+def test_a_workspace_has_the_column_copy_of_the_row_copy() -> None:
+    """`columnwise_source="rowwise_dequantized"` means the same with and without a workspace."""
+    cast = minifloat.Float8BlockQuantizer(
+        minifloat.DType.kFloat8E4M3,
+        rowwise=True,
+        columnwise=True,
+        block_scaling_dim=1,
+        force_pow_2_scales=False,  # with powers of two, both sources have the same values
+    )
+
+    def qfactory(role: Any) -> Any:
+        return minifloat.HybridQuantizer(
+            rowwise_quantizer=cast.copy(),
+            columnwise_quantizer=cast.copy(),
+            columnwise_source="rowwise_dequantized",
+        )
+
+    found = []
+    for first in (None, True):
+        torch.manual_seed(0)
+        layer = minifloat.Linear(256, 192, bias=False)
+        x = torch.randn(130, 256, requires_grad=True)
+        with minifloat.autocast(recipe=recipes.CustomRecipe(qfactory=qfactory)):
+            y = layer(x, is_first_microbatch=first)
+        y.backward(torch.randn(130, 192, generator=torch.Generator().manual_seed(1)))
+        found.append((y.detach(), x.grad, layer.weight.grad))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
