@@ -54,6 +54,10 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if torch._C._is_any_autocast_enabled() and not torch.compiler.is_compiling():
+            # A backward inside torch.autocast: products of fp32 would be rounded to its dtype.
+            with torch._C._DisableAutocast():
+                return None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
         return None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
 
 
