@@ -116,14 +116,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps.append(step)
 
     def _find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(which known tensor, byte offset into it) `tensor` starts at."""
+        """(which known tensor, byte offset into it) `tensor` starts at.
+
+        The tensor that starts there, if one does: two inputs may be views of one storage, whose
+        distance is another one in the next call. Else the one whose elements are around it.
+        """
         address = tensor.data_ptr()
+        inside = None
         for i, known in enumerate(self.known):
-            if known is not None and known.numel():
-                offset = address - known.data_ptr()
-                if 0 <= offset < known.untyped_storage().nbytes():
-                    return i, offset
-        return None
+            if known is None or not known.numel():
+                continue
+            offset = address - known.data_ptr()
+            if offset == 0:
+                return i, 0
+            if inside is None and 0 < offset < _extent(known):
+                inside = i, offset
+        return inside
 
     def program(self, made: Sequence[Tensor], device: torch.device) -> Program | None:
         if not self.replayable:
@@ -137,6 +145,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs.append(same[0])
         buffers = [(tuple(t.shape), t.stride(), t.dtype) for t in allocated]
         return Program(device, buffers, self.steps, outputs)
+
+
+def _extent(t: Tensor) -> int:
+    """Bytes from the first element of `t` to behind the last."""
+    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.element_size()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

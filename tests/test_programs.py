@@ -92,3 +92,15 @@ def test_nothing_is_recorded_without_kernels() -> None:
 
     assert programs.replay("key", (x,), ordinary) == [x]
     assert calls == [None] and programs.find("key") is None
+
+
+def test_views_of_one_storage_are_told_apart() -> None:
+    """A program must not find its second input at some distance from its first."""
+    memory = torch.zeros(1000, dtype=torch.uint8)
+    a, b = memory[100:110], memory[500:520].view(4, 5)
+    recorder = programs.Recorder([a, None, b])
+    assert recorder._find(b) == (2, 0)
+    assert recorder._find(b[1:]) == (2, 5)
+    assert recorder._find(a[3:]) == (0, 3)
+    assert recorder._find(memory[110:]) is None  # behind a, though in its storage
+    assert recorder._find(memory) is None
