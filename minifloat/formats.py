@@ -30,6 +30,7 @@ __all__ = [
     "FP32_MAX",
     "HADAMARD",
     "HADAMARD_SIGN_MASK",
+    "HIGH",
     "HIGH_PRECISION",
     "Cast",
     "Element",
@@ -329,6 +330,8 @@ register(
         "replace",
     ),
 )
+
+HIGH = Cast(HIGH_PRECISION.name)  # the cast that changes nothing
 
 
 class Operand(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import extra_state, scalars
-from .formats import HIGH_PRECISION, Cast
+from .formats import HIGH
 from .operands import Live
 from .recipe.autocast import STATE, note, settle
 from .recipe.base import Recipe
@@ -24,9 +24,8 @@ from .tensors import QuantizedTensorStorage
 
 __all__ = ["HIGH_PLAN", "Begun", "Module"]
 
-_HIGH = Cast(HIGH_PRECISION.name)
 HIGH_PLAN = Plan(
-    *(_HIGH,) * 6, (False,) * 3, (False,) * 3, "", (False,) * 5, None, None, None, _HIGH, _HIGH,
+    *(HIGH,) * 6, (False,) * 3, (False,) * 3, "", (False,) * 5, None, None, None, HIGH, HIGH,
     True, "high precision",
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from .layout import part_names
 from .producer import Producer
 from .producers import Given, Lazy
 
-__all__ = ["Live", "activation_backward", "column", "operands"]
+__all__ = ["Live", "activation_backward", "column", "one_call", "operands"]
 
 Live = tuple[Tensor, Tensor | None]  # delayed scaling's scale, and the amax it records into
 
@@ -44,7 +44,7 @@ def operands(  # noqa: PLR0913  (one call, many recipes)
     if live is not None:
         return _scaled(x, row, col, live, keep_amax, after)
     rest = (keep_row, keep_amax, amax, after)
-    if row is None or col is None or _one_kernel(row, col):
+    if row is None or col is None or one_call(row, col):
         return _cast(x, row, col, seed, keep_col, *rest)
     if isinstance(x, Lazy):
         x = x.value()  # once, for the two
@@ -113,7 +113,7 @@ def _codes_alike(
             return False
     if row is None and col is None:
         return False
-    return row is None or col is None or _one_kernel(row, col)
+    return row is None or col is None or one_call(row, col)
 
 
 def column(data: Tensor, scale: Tensor | None, amax: Tensor | None, cast: Cast, m: int) -> Operand:
@@ -127,7 +127,7 @@ def column(data: Tensor, scale: Tensor | None, amax: Tensor | None, cast: Cast, 
     return Operand(data, scale, amax, cast, c)
 
 
-def _one_kernel(row: Cast, col: Cast) -> bool:
+def one_call(row: Cast, col: Cast) -> bool:
     """Whether one call makes both copies: the formats agree up to what a direction may add."""
     return row.format_name == col.format_name and row.layout[0] is not None
 

@@ -21,8 +21,8 @@ from ..formats import FP32_MAX, Cast, Scale, cdiv
 from ..producer import ACTIVATIONS, Producer, activation
 from ._blocks_device import ABS2, store_words, word_scales
 from ._device import FP8, abs_bits, encode, high, low, max2, reduce2
-from ._produce_device import TYPES, differentiate, in_words, load_four, numbers, pack2
-from .produce import partial_amax
+from ._produce_device import differentiate, in_words, load_four, numbers, pack2
+from .produce import amax_launch, partial_amax, tile
 from .sums import column_sums
 from .tensorwise import PARTIALS, find_scale, store_scaled
 from .variant import Config, Launch, Variant
@@ -332,7 +332,9 @@ def backward(
     d, act = casts[0] or casts[1], casts[2]
     assert d is not None
     if not d.tiled:
-        source, n = (given.scale, 1) if given.scale is not None else _partial(p, inputs, dtype)
+        source, n = given.scale, 1
+        if source is None:
+            source, n = _amax(p, inputs, dtype).partials()
         amax = None if given.amax is None else given.amax.view(torch.int32)
         scales = {"source": source, "n": n, "amax": amax, "scaled": given.scale is not None}
         if act is not None:
@@ -358,36 +360,17 @@ def _gradient(p: Producer, inputs: Sequence[Tensor | None]) -> dict[str, Any]:
     return read | numbers(p)
 
 
-def _launch(fn: Any, programs: int, args: dict[str, Any], config: Config) -> Launch:
-    return Launch(fn, programs, {name: args[name] for name in fn.arg_names}, config)
-
-
-def _tile(args: dict[str, Any], config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    even = config.even(args["M"], args["F"])
-    return {"DTYPE": TYPES[dtype], "EVEN": even, "BM": config.m, "BK": config.k}
-
-
 def _value(p: Producer, inputs: Sequence[Tensor | None], out: Tensor) -> Launch:
     args, config = _gradient(p, inputs), CONFIGS["value"]
-    args |= {"out": out, **_tile(args, config, out.dtype)}
-    return _launch(value_kernel, config.tiles(args["M"], args["F"]), args, config)
-
-
-def _partial(
-    p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype
-) -> tuple[Tensor, int]:
-    launch = _amax(p, inputs, dtype)
-    launch.run()
-    return launch.args["partial"], launch.programs
+    m, f = args["M"], args["F"]
+    args |= {"out": out, **tile(config, m, f, out.dtype)}
+    return Launch.of(value_kernel, config.tiles(m, f), args, config)
 
 
 def _amax(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Launch:
-    args, config = _gradient(p, inputs), CONFIGS["amax"]
-    tiles = config.tiles(args["M"], args["F"])
-    programs = max(1, min(tiles, PARTIALS))
-    partial = torch.empty(programs, dtype=torch.int32, device=args["h"].device)
-    args |= {"partial": partial, "tiles": tiles, **_tile(args, config, dtype)}
-    return _launch(amax_kernel, programs, args, config)
+    args = _gradient(p, inputs)
+    m, f = args["M"], args["F"]
+    return amax_launch(amax_kernel, args, CONFIGS["amax"], m, f, dtype, args["h"])
 
 
 def _backward(
@@ -427,9 +410,9 @@ def _backward(
         "TYPE": FP8[d.format.element], "POW2": d.pow2, "ACT_LIMIT": a.format.element.max,
         "ACT_TYPE": FP8[a.format.element], "ACT_POW2": a.pow2,
         "INF": torch.finfo(dtype).max if d.tiled else FP32_MAX, "PARTIALS": PARTIALS,
-        **_tile(args, config, dtype),
+        **tile(config, m, f, dtype),
     }  # fmt: skip
-    return _launch(fn, config.tiles(m, f), args, config)
+    return Launch.of(fn, config.tiles(m, f), args, config)
 
 
 # ----------------------------------------------------------------------------------------- variants

@@ -350,11 +350,8 @@ def _f32(
         "BM": config.m,
         "BK": config.k,
     }
-    fn = f32_kernel
-    if words:
-        fn = words_kernel
-        args = {name: args[name] for name in fn.arg_names}
-    return Launch(fn, config.tiles(m, k), args, config)
+    fn = words_kernel if words else f32_kernel
+    return Launch.of(fn, config.tiles(m, k), args, config)
 
 
 def _e8m0(
@@ -404,12 +401,8 @@ def _e8m0(
         "BM": config.m,
         "BK": config.k,
     }
-    fn = e8m0_kernel
-    if words:
-        fn = e8m0_words_kernel
-        args = {name: args[name] for name in fn.arg_names}
-    programs = config.tiles(rup(m, E8M0_PAD), rup(k, E8M0_PAD))
-    return Launch(fn, programs, args, config)
+    fn = e8m0_words_kernel if words else e8m0_kernel
+    return Launch.of(fn, config.tiles(rup(m, E8M0_PAD), rup(k, E8M0_PAD)), args, config)
 
 
 def _words(x: Tensor, row: Tensor | None, col: Tensor | None) -> bool:

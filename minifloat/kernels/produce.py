@@ -34,7 +34,16 @@ from ._produce_device import (
 from .tensorwise import PARTIALS, find_scale, store_scaled
 from .variant import Config, Launch, Variant
 
-__all__ = ["fuses", "partial_amax", "quantize", "quantize_scaled", "value", "variants"]
+__all__ = [
+    "amax_launch",
+    "fuses",
+    "partial_amax",
+    "quantize",
+    "quantize_scaled",
+    "tile",
+    "value",
+    "variants",
+]
 
 # To be measured. A tile of words is 128 columns wide; without blocks, 64 rows fill it.
 CONFIGS = {
@@ -261,37 +270,41 @@ def _producer(p: Producer, inputs: Sequence[Tensor | None]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _launch(fn: Any, programs: int, args: dict[str, Any], config: Config) -> Launch:
-    return Launch(fn, programs, {name: args[name] for name in fn.arg_names}, config)
-
-
-def _tile(args: dict[str, Any], config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    even = config.even(args["M"], args["K"])
+def tile(config: Config, m: int, k: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments that say how tiles cover what is made, `[m, k]` in `dtype`."""
+    even = config.even(m, k)
     return {"DTYPE": TYPES[dtype], "EVEN": even, "BM": config.m, "BK": config.k}
+
+
+def amax_launch(
+    fn: Any, args: dict[str, Any], config: Config, m: int, k: int, dtype: torch.dtype, like: Tensor
+) -> Launch:
+    """The launch of `fn`, which finds partial amaxes of what is made, beside `like`."""
+    tiles = config.tiles(m, k)
+    programs = max(1, min(tiles, PARTIALS))
+    partial = torch.empty(programs, dtype=torch.int32, device=like.device)
+    args = args | {"partial": partial, "tiles": tiles, **tile(config, m, k, dtype)}
+    return Launch.of(fn, programs, args, config)
 
 
 def _value(p: Producer, inputs: Sequence[Tensor | None], out: Tensor) -> Launch:
     args, config = _producer(p, inputs), CONFIGS["value"]
-    args |= {"out": out, **_tile(args, config, out.dtype)}
-    return _launch(value_kernel, config.tiles(args["M"], args["K"]), args, config)
+    m, k = args["M"], args["K"]
+    args |= {"out": out, **tile(config, m, k, out.dtype)}
+    return Launch.of(value_kernel, config.tiles(m, k), args, config)
 
 
 def partial_amax(
     p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype
 ) -> tuple[Tensor, int]:
     """Bits of partial amaxes of what is produced, and how many."""
-    launch = _amax(p, inputs, dtype)
-    launch.run()
-    return launch.args["partial"], launch.programs
+    return _amax(p, inputs, dtype).partials()
 
 
 def _amax(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Launch:
-    args, config = _producer(p, inputs), CONFIGS["amax"]
-    tiles = config.tiles(args["M"], args["K"])
-    programs = max(1, min(tiles, PARTIALS))
-    partial = torch.empty(programs, dtype=torch.int32, device=args["x"].device)
-    args |= {"partial": partial, "tiles": tiles, **_tile(args, config, dtype)}
-    return _launch(amax_kernel, programs, args, config)
+    args = _producer(p, inputs)
+    m, k = args["M"], args["K"]
+    return amax_launch(amax_kernel, args, CONFIGS["amax"], m, k, dtype, args["x"])
 
 
 def _cast(cast: Cast, out: dict[str, Tensor]) -> dict[str, Any]:
@@ -330,7 +343,7 @@ def _scaled(
     fn, config = scaled_kernel, CONFIGS["scaled"]
     if in_words(dtype, m, k, args["x"]):
         fn, config = words_kernel, CONFIGS["words_scaled"]
-    return _launch(fn, config.tiles(m, k), args | _tile(args, config, dtype), config)
+    return Launch.of(fn, config.tiles(m, k), args | tile(config, m, k, dtype), config)
 
 
 def _blocks(
@@ -345,9 +358,8 @@ def _blocks(
         "source": None, "n": 1, "amax": None, "kept": None, "scale_inv": None, "SCALED": False,
         "AMAX": False, "KEEP": False, "INF": torch.finfo(dtype).max, "PARTIALS": PARTIALS,
     }  # fmt: skip
-    config = CONFIGS["words_blocks"]
-    programs = config.tiles(args["M"], args["K"])
-    return _launch(words_kernel, programs, args | _tile(args, config, dtype), config)
+    config, m, k = CONFIGS["words_blocks"], args["M"], args["K"]
+    return Launch.of(words_kernel, config.tiles(m, k), args | tile(config, m, k, dtype), config)
 
 
 # ----------------------------------------------------------------------------------------- variants

@@ -246,9 +246,7 @@ def _run(
 
 
 def _partial_amax(x: Tensor) -> tuple[Tensor, int]:
-    launch = _amax_launch(x)
-    launch.run()
-    return launch.args["partial"], launch.programs
+    return _amax_launch(x).partials()
 
 
 def _amax_launch(x: Tensor, config: Config | None = None, partials: int = PARTIALS) -> Launch:

@@ -26,6 +26,8 @@ _TYPES = {
     torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }
 
 
@@ -58,6 +60,16 @@ class Launch(NamedTuple):
     programs: int
     args: Mapping[str, Any]
     config: Config
+
+    @staticmethod
+    def of(fn: Any, programs: int, args: Mapping[str, Any], config: Config) -> Launch:
+        """With those of `args` that `fn` has: kernels of a family share a set of arguments."""
+        return Launch(fn, programs, {name: args[name] for name in fn.arg_names}, config)
+
+    def partials(self) -> tuple[Tensor, int]:
+        """Run a reduction: its `partial` results, and how many there are, one of each program."""
+        self.run()
+        return self.args["partial"], self.programs
 
     def run(self) -> None:
         kernel = self.fn[(self.programs,)](

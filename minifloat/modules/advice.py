@@ -21,7 +21,7 @@ import torch
 from .. import env
 from ..formats import Cast, Scale
 from ..gemm import Backend, backend
-from ..recipe.plan import Plan
+from ..recipe.plan import Plan, products
 
 __all__ = ["SETTLED", "advise", "served", "speed"]
 
@@ -68,7 +68,7 @@ def advise(
 
 def served(plan: Plan, device: torch.device) -> Backend:
     """What multiplies the worst served of the three products, and why."""
-    found = [backend(a, b, device) for a, b in _products(plan)]
+    found = [backend(a, b, device) for a, b in products(plan)]
     return max(found, key=lambda b: ("native", "cpu", "emulated").index(b.name))
 
 
@@ -76,28 +76,19 @@ def speed(plan: Plan, tokens: int, in_features: int, out_features: int) -> float
     """How many times as fast as bf16 a layer is on an H200, at best."""
     if not (tokens and in_features and out_features):
         return 1.0
-    products = _products(plan)
+    pairs = products(plan)
     x, w, g = plan.delayed[0], plan.delayed[1], plan.delayed[3]
-    fprop, dgrad, wgrad = ([_written(cast, pair) for cast in pair] for pair in products)
-    time = sum(_time(pair) for pair in products) / 3 + ELEMENTS * (
-        _moved((products[0][0], products[2][1]), x, fprop[0] + wgrad[1]) / out_features
-        + _moved((products[0][1], products[1][1]), w, fprop[1] + dgrad[1]) / tokens
-        + _moved((products[1][0], products[2][0]), g, dgrad[0] + wgrad[0]) / in_features
+    fprop, dgrad, wgrad = ([_written(cast, pair) for cast in pair] for pair in pairs)
+    time = sum(_time(pair) for pair in pairs) / 3 + ELEMENTS * (
+        _moved((pairs[0].a, pairs[2].b), x, fprop[0] + wgrad[1]) / out_features
+        + _moved((pairs[0].b, pairs[1].b), w, fprop[1] + dgrad[1]) / tokens
+        + _moved((pairs[1].a, pairs[2].a), g, dgrad[0] + wgrad[0]) / in_features
     )
     return 1.0 / time
 
 
-def _products(plan: Plan) -> tuple[tuple[Cast, Cast], tuple[Cast, Cast], tuple[Cast, Cast]]:
-    """The operands of fprop, dgrad and wgrad."""
-    fprop = (plan.x_row, plan.w_row)
-    if plan.override:  # backward multiplies high precision
-        high = Cast("high_precision")
-        return fprop, (high, high), (high, high)
-    return fprop, (plan.g_row, plan.w_col), (plan.g_col, plan.x_col)
-
-
 def _quantizes(plan: Plan) -> bool:
-    return any(cast.format.element is not None for pair in _products(plan) for cast in pair)
+    return any(cast.format.element is not None for pair in products(plan) for cast in pair)
 
 
 def _native(pair: tuple[Cast, Cast]) -> bool:

@@ -128,6 +128,7 @@ class LayerNormLinear(Weighted, Normed):
         `return_layernorm_output`: a tuple if there is more than one. Arguments are `Linear`'s.
         """
         weight = self._joined_weight()
+        owners = self._owners(weight)
         bias = self._bias()
         inp = self._check_input(inp, weight)
         if isinstance(inp, QuantizedTensorStorage):
@@ -144,7 +145,6 @@ class LayerNormLinear(Weighted, Normed):
             grads and weight.requires_grad,
             grads and fused is not None and fused.requires_grad,
         )
-        owners = self._weights()
         call = self._call(begun, needs, inp, weight, owners, is_first_microbatch, fp8_grad)
         links: tuple[Any, ...] = ()
         if call.grad_input is not None:  # the gradient of the norm's input ends the backward

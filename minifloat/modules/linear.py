@@ -120,6 +120,7 @@ class Linear(Weighted, nn.Linear):
         the input.
         """
         weight = self._joined_weight()
+        owners = self._owners(weight)
         bias = self._bias()
         inp = self._check_input(inp, weight)
         begun = self._begin()
@@ -139,7 +140,6 @@ class Linear(Weighted, nn.Linear):
             grads and weight.requires_grad,
             grads and fused is not None and fused.requires_grad,
         )
-        owners = self._weights()
         call = self._call(begun, needs, inp, weight, owners, is_first_microbatch, fp8_grad)
         y = run(self._links(call, inp.shape), inp, (weight, fused), True in needs)
         self._end(begun)

@@ -121,6 +121,10 @@ class Weighted(Projection):
     def _joined_weight(self) -> Any:
         return self.weight if "" in self._splits else _joined(self._weights())
 
+    def _owners(self, weight: Any) -> list[Any]:
+        """The parameters that `weight`, `_joined_weight`'s, is made of."""
+        return [weight] if "" in self._splits else self._weights()
+
     def _bias(self) -> Any:
         if not self.use_bias:
             return None

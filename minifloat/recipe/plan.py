@@ -9,9 +9,9 @@ needs of a recipe, so forward captures it once and backward reads no ambient sta
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..formats import HIGH_PRECISION, Cast
+from ..formats import HIGH, HIGH_PRECISION, Cast
 from ..opaque import register
 from ..quantizers import Float8Quantizer, HybridQuantizer, IdentityQuantizer, Quantizer
 from .base import Recipe, Roles
@@ -23,7 +23,7 @@ from .types import Record
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DelayedUpdate", "Plan", "make_plan"]
+__all__ = ["DelayedUpdate", "Plan", "Product", "make_plan", "products"]
 
 
 class DelayedUpdate(Record):
@@ -116,6 +116,26 @@ register(
         "replace",
     ),
 )
+
+
+class Product(NamedTuple):
+    """The casts of the two operands that a product multiplies."""
+
+    a: Cast
+    b: Cast
+
+    @property
+    def quantized(self) -> bool:
+        """Whether both operands are codes."""
+        return self.a.format.element is not None and self.b.format.element is not None
+
+
+def products(plan: Plan) -> tuple[Product, Product, Product]:
+    """(fprop, dgrad, wgrad), as they run: a `backward_override` multiplies high precision."""
+    fprop = Product(plan.x_row, plan.w_row)
+    if plan.override:
+        return fprop, Product(HIGH, HIGH), Product(HIGH, HIGH)
+    return fprop, Product(plan.g_row, plan.w_col), Product(plan.g_col, plan.x_col)
 
 
 def make_plan(recipe: Recipe, fwd_roles: Roles, bwd_roles: Roles) -> Plan:
