@@ -4,9 +4,11 @@
     contraction  d_e     = a[r_e]^T c[r_e]
     sums         s_e     = sum of a[r_e] over rows
 
-Each is one operator, whose result has a shape that no size decides. The rule is the loop over
-members, each the product that `gemm` has for it: what a layer of its own would compute, bit for
-bit. It reads the sizes on the host. `_native` is the table of what multiplies all members at once.
+Each is one operator, whose result has a shape that no size decides. On CUDA one launch multiplies
+all members (`_rows_at_once`, `_contraction_at_once`): codes of 8 bits by tensor cores, what those
+do not take as the bf16 values that hold it exactly. The rule is the loop over members, each the
+product that `gemm` has for it: what a layer of its own would compute. It reads the sizes on the
+host.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import library, ragged
-from .formats import Cast, Operand
-from .gemm import gemm
+from . import env, library, ragged, reference, spread
+from .formats import Cast, Operand, Scale, rup
+from .gemm import gemm, values
+from .layout import parts
 from .operands import column
+from .spread import Members
 
 __all__ = ["Grouped", "contraction", "members", "rows", "sums"]
 
@@ -28,8 +32,8 @@ __all__ = ["Grouped", "contraction", "members", "rows", "sums"]
 class Grouped(NamedTuple):
     """One direction of a matrix `[M, K]` whose rows come in groups.
 
-    Codes lie in the flat buffers of `ragged`, members back to back, each as it would be alone. Data
-    that is not codes is the matrix itself.
+    Codes lie in the buffers of `spread`; those of equal members, such as weights, in the flat ones
+    of `ragged`, each as it would be alone. Data that is not codes is the matrix itself.
     """
 
     data: Tensor
@@ -38,16 +42,19 @@ class Grouped(NamedTuple):
     cast: Cast
     shape: tuple[int, int]
     col: bool
+    spread: bool = False
 
 
 def members(g: Grouped, sizes: Sequence[int]) -> list[Operand]:
     """What `gemm` reads of each member."""
+    if g.spread:
+        return _spread_members(g, sizes)
     k = g.shape[1]
     if g.data.dtype is not torch.uint8:
-        parts = torch.split(g.data, list(sizes))
+        each = torch.split(g.data, list(sizes))
         if g.col:
-            return [Operand(p.t(), None, None, g.cast, len(p)) for p in parts]
-        return [Operand(p, None, None, g.cast, k) for p in parts]
+            return [Operand(p.t(), None, None, g.cast, len(p)) for p in each]
+        return [Operand(p, None, None, g.cast, k) for p in each]
     prefix, casts = ("col_", (None, g.cast)) if g.col else ("row_", (g.cast, None))
     out = []
     for m, at in zip(sizes, ragged.places([(m, k) for m in sizes], *casts), strict=True):
@@ -61,11 +68,51 @@ def members(g: Grouped, sizes: Sequence[int]) -> list[Operand]:
     return out
 
 
+def _spread_members(g: Grouped, sizes: Sequence[int]) -> list[Operand]:
+    prefix = "col_" if g.col else "row_"
+    cast = spread.as_lines(g.cast)
+    found = {f"{prefix}data": g.data}
+    scale_name = "scale" if cast.format.tile is None else f"{prefix}scale"
+    if g.scale is not None:
+        found[scale_name] = g.scale
+    if g.amax is not None:
+        found[f"{prefix}amax"] = g.amax
+    out = []
+    start = place = 0
+    for e, m in enumerate(sizes):
+        room = max(spread.PAD, rup(m, spread.PAD))
+        of_row, of_col = (None, g.cast) if g.col else (g.cast, None)
+        at = (start, start + m, place, place + room)
+        part = spread.views(found, e, at, of_row, of_col)
+        data, scale = part[f"{prefix}data"], part.get(scale_name)
+        amax = part.get(f"{prefix}amax")
+        if cast is not g.cast and scale is not None:  # one scale for a block's rows, again
+            assert g.cast.format.tile is not None
+            scale = scale[:, :: g.cast.format.tile[0]].t()
+        if g.data.is_cuda:  # kernels read parts as they lie when a member is alone
+            stored = {p.name: p.shape for p in parts((m, g.shape[1]), of_row, of_col)}
+            data = _padded(data, stored[f"{prefix}data"])
+            scale = None if scale is None else _padded(scale, stored[scale_name])
+        if g.col:
+            out.append(column(data, scale, amax, g.cast, m))
+        else:
+            out.append(Operand(data, scale, amax, g.cast, g.shape[1]))
+        start, place = start + m, place + room
+    return out
+
+
+def _padded(view: Tensor, shape: Sequence[int]) -> Tensor:
+    """A copy with zeros up to `shape`."""
+    out = view.new_zeros(tuple(shape))
+    out[tuple(slice(n) for n in view.shape)] = view
+    return out
+
+
 # --------------------------------------------------------------------------------------- the fronts
 def rows(
     a: Grouped,
     b: Grouped,
-    sizes: Tensor,
+    members: Members,
     out_dtype: torch.dtype,
     *,
     bias: Tensor | None = None,
@@ -75,18 +122,34 @@ def rows(
 
     `b` holds equal members, as many as there are sizes.
     """
-    arguments = (*a, *b, sizes, out_dtype, bias, fast)
+    arguments = (*a, *b, *members, out_dtype, bias, fast)
     return library.op("grouped_rows")(*arguments) if library.traced() else _rows(*arguments)
 
 
 def contraction(
-    a: Grouped, b: Grouped, sizes: Tensor, out_dtype: torch.dtype, *, fast: bool = False
+    a: Grouped,
+    b: Grouped,
+    members: Members,
+    out_dtype: torch.dtype,
+    *,
+    fast: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
-    """`[members, N, K]` of the column operands of `a[M, N]` and `b[M, K]`; zeros for no rows."""
-    arguments = (*a, *b, sizes, out_dtype, fast)
+    """`[members, N, K]` of the column operands of `a[M, N]` and `b[M, K]`; zeros for no rows.
+
+    With `out` the result is stored there, or added to it in its dtype.
+    """
+    arguments = (*a, *b, *members)
+    if out is not None:
+        if library.traced():
+            library.op("grouped_contraction_into")(*arguments, out, accumulate, fast)
+        else:
+            _contraction_into(*arguments, out, accumulate, fast)
+        return out
     if library.traced():
-        return library.op("grouped_contraction")(*arguments)  # type: ignore[no-any-return]
-    return _contraction(*arguments)
+        return library.op("grouped_contraction")(*arguments, out_dtype, fast)  # type: ignore[no-any-return]
+    return _contraction(*arguments, out_dtype, fast)
 
 
 def sums(a: Tensor, sizes: Tensor) -> Tensor:
@@ -95,24 +158,27 @@ def sums(a: Tensor, sizes: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------- the loops
-def _host(sizes: Tensor, total: int) -> list[int]:
+_A, _B, _M = slice(0, 7), slice(7, 14), slice(14, 17)
+
+
+def _host(members: Members, total: int) -> list[int]:
     """The sizes on the host: a wait for the device, if they are on one."""
-    found = [int(s) for s in sizes.tolist()]
+    found = [int(s) for s in members.sizes.tolist()]
     ragged.check_sizes(found, len(found), total, "m_splits")
     return found
 
 
 def _rows(*args: Any) -> Tensor:
-    a, b = Grouped(*args[:6]), Grouped(*args[6:12])
-    sizes, out_dtype, bias, fast = args[12:]
-    if _native(a, b, out_dtype):
-        return _grouped_mm_rows(a, b, sizes, bias)
-    num = sizes.shape[0]
+    a, b, group = Grouped(*args[_A]), Grouped(*args[_B]), Members(*args[_M])
+    out_dtype, bias, fast = args[17:]
     y = _rows_fake(*args)
+    if _on_device(a.data):
+        return _rows_at_once(a, b, group, y, bias, fast)
+    num = group.num
     at = 0
-    host = _host(sizes, a.shape[0])
-    pairs = zip(members(a, host), members(b, [b.shape[0] // num] * num), strict=True)
-    for i, (x, w) in enumerate(pairs):
+    host = _host(group, a.shape[0])
+    each = members(a, host), members(b, [b.shape[0] // num] * num)
+    for i, (x, w) in enumerate(zip(*each, strict=True)):
         if host[i]:
             of_bias = None if bias is None else bias[i]
             y[at : at + host[i]] = gemm(x, w, out_dtype, bias=of_bias, fast=fast)
@@ -121,90 +187,272 @@ def _rows(*args: Any) -> Tensor:
 
 
 def _rows_fake(*args: Any) -> Tensor:
-    data, (m, _), (all_rows, k), of_col = args[0], args[4], args[10], args[11]
-    width = k if of_col else all_rows // args[12].shape[0]
-    return data.new_empty((m, width), dtype=args[13])  # type: ignore[no-any-return]
+    a, b = Grouped(*args[_A]), Grouped(*args[_B])
+    n = b.shape[1] if b.col else b.shape[0] // args[14].shape[0]
+    return a.data.new_empty((a.shape[0], n), dtype=args[17])
 
 
 def _contraction(*args: Any) -> Tensor:
-    a, b = Grouped(*args[:6]), Grouped(*args[6:12])
-    sizes, out_dtype, fast = args[12:]
-    if _native(a, b, out_dtype):
-        made: Tensor = torch._grouped_mm(a.data.t(), b.data, offs=_ends(sizes))
-        return made
     out = _contraction_fake(*args)
-    host = _host(sizes, a.shape[0])
-    for i, (g, x) in enumerate(zip(members(a, host), members(b, host), strict=True)):
-        if host[i]:
-            out[i] = gemm(g, x, out_dtype, fast=fast)
-        else:
-            out[i].zero_()
+    _contraction_into(*args[:17], out, False, args[18])
     return out
 
 
 def _contraction_fake(*args: Any) -> Tensor:
-    shape = args[12].shape[0], args[4][1], args[10][1]
-    return args[0].new_empty(shape, dtype=args[13])  # type: ignore[no-any-return]
+    a, b = Grouped(*args[_A]), Grouped(*args[_B])
+    return a.data.new_empty((args[14].shape[0], a.shape[1], b.shape[1]), dtype=args[17])
+
+
+def _contraction_into(*args: Any) -> None:
+    a, b, group = Grouped(*args[_A]), Grouped(*args[_B]), Members(*args[_M])
+    out, accumulate, fast = args[17:]
+    if _on_device(a.data):
+        _contraction_at_once(a, b, group, out, accumulate, fast)
+        return
+    host = _host(group, a.shape[0])
+    each = members(a, host), members(b, host)
+    for i, (g, x) in enumerate(zip(*each, strict=True)):
+        if host[i]:
+            gemm(g, x, out.dtype, fast=fast, out=out[i], accumulate=accumulate)
+        elif not accumulate:
+            out[i].zero_()
+
+
+def _contraction_into_fake(*args: Any) -> None:
+    return None
 
 
 def _sums(a: Tensor, sizes: Tensor) -> Tensor:
     if a.is_cuda:
         return ragged.sums(a, sizes, sizes.shape[0])
-    parts = torch.split(a, _host(sizes, a.shape[0]))
-    return torch.stack([p.sum(0) for p in parts])
+    host = sizes.tolist()
+    ragged.check_sizes(host, len(host), a.shape[0], "m_splits")
+    return torch.stack([p.sum(0) for p in torch.split(a, host)])
 
 
 def _sums_fake(a: Tensor, sizes: Tensor) -> Tensor:
     return a.new_empty((sizes.shape[0], a.shape[1]))
 
 
-# ------------------------------------------------------------------------------------ all at once
-def _native(a: Grouped, b: Grouped, out_dtype: torch.dtype) -> bool:
-    """Whether PyTorch's grouped product takes the pair: bf16 on CUDA, with rows of 16 bytes."""
-    if not a.data.is_cuda or out_dtype is not torch.bfloat16:
-        return False
+# ------------------------------------------------------------------------------------- all at once
+_FP8_DOT = 89  # the first compute capability whose tensor cores multiply 8-bit floats
+
+
+def _on_device(x: Tensor) -> bool:
+    return x.is_cuda and not env.reference_only() and env.triton_available()
+
+
+class _Read(NamedTuple):
+    """What a kernel reads of an operand: contraction last, in memory or as a view."""
+
+    data: Tensor  # codes as PyTorch types them, or values
+    blocks: Tensor | None = None  # fp32 scales per block
+    alpha: Tensor | None = None  # fp32 `[E]`, what multiplies a member's product
+
+
+def _as_codes(a: Grouped, b: Grouped) -> bool:
+    """Whether a kernel multiplies the codes of both: FP8 whose scales are fp32, of one kind."""
     return all(
-        o.data.dtype is torch.bfloat16
-        and o.data.is_contiguous()
-        and o.shape[1] % 8 == 0
-        and o.shape[0] > 0
-        and o.data.data_ptr() % 16 == 0
-        for o in (a, b)
+        g.data.dtype is torch.uint8 and g.cast.format.scale is Scale.F32 for g in (a, b)
+    ) and (a.cast.format.tile is None) == (b.cast.format.tile is None)
+
+
+def _alike(a: _Read, b: _Read) -> tuple[_Read, _Read]:
+    """Both in a dtype that tensor cores of the device multiply: codes, or one that holds both."""
+    x, w = a.data, b.data
+    if x.element_size() == 1 and w.element_size() == 1:
+        capability = env.capability(x.device)
+        if capability is not None and capability >= _FP8_DOT:
+            return a, b
+        return a._replace(data=x.to(torch.bfloat16)), b._replace(data=w.to(torch.bfloat16))
+    dtype = torch.promote_types(x.dtype, w.dtype)
+    return a._replace(data=x.to(dtype)), b._replace(data=w.to(dtype))
+
+
+def _alpha(g: Grouped) -> Tensor | None:
+    """What multiplies a member's product."""
+    fmt = g.cast.format
+    if g.data.dtype is not torch.uint8:
+        return None
+    if fmt.two_level:
+        assert g.amax is not None
+        return g.amax * reference.dequantize_factor(g.cast)
+    return g.scale if fmt.tile is None else None
+
+
+def _matrix(g: Grouped, codes: bool) -> _Read:
+    """A spread operand, or values; a column operand is `[K, M]`, or `[K, width]` if spread."""
+    if g.data.dtype is not torch.uint8:
+        return _Read(g.data.t() if g.col else g.data)
+    cast = spread.as_lines(g.cast)
+    fmt = cast.format
+    assert fmt.element is not None
+    if codes:
+        assert fmt.element.torch_dtype is not None
+        data = g.data.view(fmt.element.torch_dtype)
+        return _Read(data, None if fmt.tile is None else g.scale, _alpha(g))
+    if g.col:
+        rows, columns = g.data.shape
+        wide = columns * fmt.element.per_byte if fmt.col_transposed else rows
+        o = column(g.data, g.scale, g.amax, cast, wide)
+    else:
+        o = Operand(g.data, g.scale, g.amax, cast, g.shape[1])
+    return _Read(values(o, torch.bfloat16), None, _alpha(g))
+
+
+def _stack(g: Grouped, num: int, codes: bool) -> _Read:
+    """Equal members `[num, R, C]`, as flat buffers have them."""
+    n, k = g.shape[0] // num, g.shape[1]
+    r, c = (k, n) if g.col else (n, k)
+    if g.data.dtype is not torch.uint8:
+        data = g.data.view(num, n, k)
+        return _Read(data.transpose(1, 2) if g.col else data)
+    fmt = g.cast.format
+    assert fmt.element is not None
+    if codes:
+        assert fmt.element.torch_dtype is not None
+        data = g.data.view(fmt.element.torch_dtype).view(num, r, c)
+        if fmt.tile is None:
+            return _Read(data, None, g.scale)
+        assert g.scale is not None
+        return _Read(data, g.scale.view(num, *fmt.scale_shape(r, c)))
+    return _Read(_stacked_values(g, num, n, k), None, _alpha(g))
+
+
+def _stacked_values(g: Grouped, num: int, n: int, k: int) -> Tensor:
+    """bf16 values of equal members, `[num, R, C]`.
+
+    Members of whole blocks and whole tiles of scales are one matrix: one launch. Others have each
+    its own.
+    """
+    fmt = g.cast.format
+    r, c = (k, n) if g.col else (n, k)
+    whole = n % 128 == 0 if not (g.col and fmt.col_transposed) else r % 128 == 0 and c % 64 == 0
+    if not whole or fmt.scale_transposed or fmt.tile is None or g.scale is None:
+        each = members(g, [n] * num)
+        return torch.stack([values(o, torch.bfloat16) for o in each])
+    if g.col and not fmt.col_transposed:
+        scale = g.scale.view(-1, fmt.scale_shape(k, 1)[0])
+        o = column(g.data.view(num * n, k), scale, g.amax, g.cast, num * n)
+        return values(o, torch.bfloat16).t().view(num, n, k).transpose(1, 2)
+    scale = g.scale.view(num * r, -1)
+    o = Operand(g.data.view(num * r, -1), scale, g.amax, g.cast, c)
+    return values(o, torch.bfloat16).view(num, r, c)
+
+
+def _rows_at_once(
+    a: Grouped, b: Grouped, group: Members, y: Tensor, bias: Tensor | None, fast: bool
+) -> Tensor:
+    from .kernels import grouped_gemm as kernel
+
+    codes = _as_codes(a, b)
+    x, w = _alike(_matrix(a, codes), _stack(b, group.num, codes))
+    if x.alpha is None and w.alpha is None and bias is None and _takes(y, x.data, w.data):
+        ends = group.table[:, 1].contiguous()
+        made: Tensor = torch._grouped_mm(x.data, w.data.transpose(1, 2), offs=ends)
+        return made
+    blocks = kernel.NO_BLOCKS
+    if x.blocks is not None:
+        blocks = kernel.SQUARE if b.cast.format.square else kernel.LINES
+    kernel.rows(
+        x.data,
+        w.data,
+        group.tiles,
+        y,
+        scale_a=x.alpha if x.blocks is None else x.blocks,
+        scale_b=w.alpha if w.blocks is None else w.blocks,
+        blocks=blocks,
+        bias=bias,
+        fast=fast,
+    )
+    return y
+
+
+def _contraction_at_once(
+    a: Grouped, b: Grouped, group: Members, out: Tensor, accumulate: bool, fast: bool
+) -> None:
+    from .kernels import grouped_gemm as kernel
+
+    codes = _as_codes(a, b)
+    padded = a.spread or b.spread
+    if padded:
+        a, b = (g if g.spread else _spread_out(g, group) for g in (a, b))
+    x, w = _alike(_matrix(a, codes), _matrix(b, codes))
+    plain = x.alpha is None and w.alpha is None and not accumulate
+    if plain and _takes(out, x.data, w.data.t()):
+        ends = group.table[:, 3 if padded else 1].contiguous()
+        out.copy_(torch._grouped_mm(x.data, w.data.t(), offs=ends))
+        return
+    kernel.contraction(
+        x.data,
+        w.data,
+        group.table,
+        out,
+        scale_a=x.alpha if x.blocks is None else x.blocks,
+        scale_b=w.alpha if w.blocks is None else w.blocks,
+        blocks=x.blocks is not None,
+        padded=padded,
+        add=accumulate,
+        fast=fast,
     )
 
 
-def _grouped_mm_rows(a: Grouped, b: Grouped, sizes: Tensor, bias: Tensor | None) -> Tensor:
-    w = b.data.view(sizes.shape[0], -1, b.shape[1])  # [members, N, K]
-    y: Tensor = torch._grouped_mm(a.data, w if b.col else w.transpose(1, 2), offs=_ends(sizes))
-    if bias is None:
-        return y
-    return y.add_(torch.repeat_interleave(bias, sizes, dim=0, output_size=y.shape[0]))
+def _spread_out(g: Grouped, group: Members) -> Grouped:
+    """A column operand of values, its rows at their members' places, zeros between them."""
+    m = g.shape[0]
+    table = group.table.long()
+    number = torch.arange(m, device=g.data.device)
+    e = torch.searchsorted(table[:, 1].contiguous(), number, right=True).clamp(max=group.num - 1)
+    rows = spread.width(m, group.num)
+    data = g.data.new_zeros((rows, g.shape[1]))
+    data.index_copy_(0, table[e, 2] + number - table[e, 0], g.data)
+    return g._replace(data=data, spread=True)
 
 
-def _ends(sizes: Tensor) -> Tensor:
-    return torch.cumsum(sizes, 0, dtype=torch.int32)
+def _takes(out: Tensor, *operands: Tensor) -> bool:
+    """Whether PyTorch's grouped product takes these: bf16, with lines of 16 bytes."""
+    if out.dtype is not torch.bfloat16 or out.numel() == 0:
+        return False
+    for o in operands:
+        last = 1 if o.stride(-1) == 1 else o.stride(-1)
+        line = o.stride(-2) if o.stride(-1) == 1 else last
+        if (
+            o.dtype is not torch.bfloat16
+            or 1 not in o.stride()[-2:]
+            or line % 8 != 0
+            or o.numel() == 0
+            or o.data_ptr() % 16 != 0
+        ):
+            return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------ the ops
 _CAST = f"{Cast.__module__}.{Cast.__qualname__}"
 _GROUPED = (
     "Tensor {0}, Tensor? {0}_scale, Tensor? {0}_amax, {1} {0}_cast, SymInt[] {0}_shape, "
-    "bool {0}_col"
+    "bool {0}_col, bool {0}_spread"
 )
-_PAIR = f"{_GROUPED.format('a', _CAST)}, {_GROUPED.format('b', _CAST)}"
+_PAIR = (
+    f"{_GROUPED.format('a', _CAST)}, {_GROUPED.format('b', _CAST)}, "
+    "Tensor sizes, Tensor table, Tensor tiles"
+)
 library.define(
     (
         (
-            f"grouped_rows({_PAIR}, Tensor sizes, ScalarType out_dtype, Tensor? bias, bool fast) "
-            "-> Tensor",
+            f"grouped_rows({_PAIR}, ScalarType out_dtype, Tensor? bias, bool fast) -> Tensor",
             _rows,
             _rows_fake,
         ),
         (
-            f"grouped_contraction({_PAIR}, Tensor sizes, ScalarType out_dtype, bool fast) "
-            "-> Tensor",
+            f"grouped_contraction({_PAIR}, ScalarType out_dtype, bool fast) -> Tensor",
             _contraction,
             _contraction_fake,
+        ),
+        (
+            f"grouped_contraction_into({_PAIR}, Tensor(o!) out, bool accumulate, bool fast) -> ()",
+            _contraction_into,
+            _contraction_into_fake,
         ),
         ("grouped_sums(Tensor a, Tensor sizes) -> Tensor", _sums, _sums_fake),
     )

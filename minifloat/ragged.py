@@ -9,7 +9,7 @@ which is what quantizing each member alone gives, bit for bit. The host knows M 
 members but not the sizes, so a buffer has room for the worst sizes there could be (`room`); what
 lies behind the last member is unspecified.
 
-A fused kernel is plugged in at `_kernels`, and nowhere else.
+On CUDA one launch casts all members; elsewhere, and with options no kernel has, each by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import dispatch, library, reference
+from . import dispatch, env, library, reference
 from .formats import Cast, cdiv
 from .inputs import check_input, check_seed
 from .layout import Part, parts, shares_scale
@@ -32,6 +32,7 @@ __all__ = [
     "check_sizes",
     "dequantize",
     "exact",
+    "kernels",
     "places",
     "quantize",
     "quantize_members",
@@ -129,13 +130,16 @@ def _sizes(sizes: Tensor | None, num: int, rows: int) -> list[int]:
     return found
 
 
-def _kernels(x: Tensor, row: Cast | None, col: Cast | None) -> Any:
-    """The fused grouped kernels where they serve both casts on x's device, else None.
+def kernels(x: Tensor, row: Cast | None, col: Cast | None) -> Any:
+    """The grouped kernels where they serve both casts on x's device, else None.
 
-    Such a module offers `quantize`, `quantize_scaled` and `dequantize` as they are called below,
-    fills `out`, reads sizes on the device alone, and writes nowhere else whatever they are.
+    They read sizes on the device alone, and write nowhere else whatever those are.
     """
-    return None
+    if not x.is_cuda or env.reference_only() or not env.triton_available():
+        return None
+    from .kernels import ragged_entry
+
+    return ragged_entry if ragged_entry.supports(row, col) else None
 
 
 def _check(x: Tensor, sizes: Tensor | None, num: int) -> None:
@@ -186,9 +190,9 @@ def _quantize(
     swizzle: bool,
 ) -> list[Tensor]:
     out = _quantize_fake(x, sizes, num, row, col, seed, swizzle)
-    fused = _kernels(x, row, col)
+    fused = None if swizzle else kernels(x, row, col)
     if fused is not None:
-        fused.quantize(x, sizes, num, row, col, seed, swizzle, out)
+        fused.quantize(x, sizes, num, row, col, seed, out)
         return out
     members = torch.split(x, _sizes(sizes, num, x.shape[0]))
     _fill(members, row, col, seed, swizzle, out)
@@ -308,15 +312,22 @@ def quantize_scaled(
     *,
     row: bool,
     col: bool,
+    seen: Tensor | None = None,
 ) -> list[Tensor]:
     """Cast member i with `scales[i]`: the row copy and the column copy, those asked for, then
-    `1 / scales`, then the members' amaxes `[num]`, which the caller records."""
+    `1 / scales`, then the members' amaxes `[num]`.
+
+    `seen[num]`, if given, is a running maximum of those.
+    """
     check_input(x, cast if row else None, cast if col else None)
     _check(x, sizes, num)
     arguments = (x, sizes, num, scales, cast, row, col)
-    if _traced():
-        return _op("group_quantize_scaled")(*arguments)  # type: ignore[no-any-return]
-    return _quantize_scaled(*arguments)
+    if not _traced():
+        return _quantize_scaled(*arguments, seen)
+    made: list[Tensor] = _op("group_quantize_scaled")(*arguments)
+    if seen is not None:
+        seen.copy_(torch.maximum(seen, made[-1]))
+    return made
 
 
 def _quantize_scaled(
@@ -327,18 +338,19 @@ def _quantize_scaled(
     cast: Cast,
     row: bool,
     col: bool,
+    seen: Tensor | None = None,
 ) -> list[Tensor]:
     out = _quantize_scaled_fake(x, sizes, num, scales, cast, row, col)
-    fused = _kernels(x, cast, None)
+    out[-1] = out[-1].zero_() if seen is None else seen
+    fused = kernels(x, cast, None)
     if fused is not None:
         fused.quantize_scaled(x, sizes, num, scales, cast, row, col, out)
         return out
     members = torch.split(x, _sizes(sizes, num, x.shape[0]))
     at = places([m.shape for m in members], cast if row else None, cast if col else None)
-    out[-1].zero_()
     for i, member in enumerate(members):
-        seen = out[-1][i : i + 1]
-        made = dispatch.quantize_scaled(member, scales[i : i + 1], seen, cast, row=row, col=col)
+        one = out[-1][i : i + 1]
+        made = dispatch.quantize_scaled(member, scales[i : i + 1], one, cast, row=row, col=col)
         for buffer, place, part in zip(out, at[i].values(), made, strict=False):
             place.of(buffer).copy_(part)
     return out
@@ -390,10 +402,6 @@ def _dequantize(  # noqa: PLR0913  (the operator's)
     col: bool,
 ) -> Tensor:
     out = torch.empty(tuple(shape), dtype=dtype, device=data.device)
-    fused = _kernels(data, cast, None)
-    if fused is not None:
-        fused.dequantize(data, scale, amax, sizes, num, cast, col, out)
-        return out
     m, k = shape
     of, prefix = ((None, cast), "col_") if col else ((cast, None), "row_")
     members = torch.split(out, _sizes(sizes, num, m))

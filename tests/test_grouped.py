@@ -109,7 +109,7 @@ def test_an_internal_quantizer_gives_a_storage() -> None:
 
 
 def test_sizes_are_not_read_to_make_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a kernel in `ragged._kernels`, no size is ever asked for."""
+    """With a kernel in `ragged.kernels`, no size is ever asked for."""
 
     class Fused:
         @staticmethod
@@ -117,7 +117,7 @@ def test_sizes_are_not_read_to_make_a_group(monkeypatch: pytest.MonkeyPatch) -> 
             for buffer in rest[-1]:
                 buffer.zero_()
 
-    monkeypatch.setattr(ragged, "_kernels", lambda *_: Fused)
+    monkeypatch.setattr(ragged, "kernels", lambda *_: Fused)
     monkeypatch.setattr(torch.Tensor, "tolist", None)
     monkeypatch.setattr(torch.Tensor, "item", None)
     group = mf.group_quantize(values(12, 16), quantizer_of("mxfp8"), 3, torch.tensor([5, 0, 7]))

@@ -23,8 +23,8 @@ RESCALE = Config(1, 4096, 8)
 
 
 @triton.jit
-def slot(history, scale, amax, limit, LEN, i, N: tl.constexpr, RECENT: tl.constexpr,
-         MAX: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def slot(history, scale, amax, limit, LEN, i, N, RECENT: tl.constexpr, MAX: tl.constexpr,
+         BLOCK: tl.constexpr):  # fmt: skip
     """Record `amax[0]` in column i of `history[LEN, N]`, roll it, and set the next scale.
 
     An amax of zero recorded nothing, and changes nothing.
@@ -51,18 +51,20 @@ def slot(history, scale, amax, limit, LEN, i, N: tl.constexpr, RECENT: tl.conste
 
 
 @triton.jit
-def step_kernel(history, s0, s1, s2, a0, a1, a2, l0, l1, l2, LEN, N: tl.constexpr,
-                RECENT: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One program per slot."""
+def step_kernel(history, s0, s1, s2, a0, a1, a2, l0, l1, l2, LEN, N, members,
+                SLOTS: tl.constexpr, RECENT: tl.constexpr, MAX: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """One program per slot and member; column `slot * members + e` of the history is its own."""
     i = tl.program_id(0)
-    if i == 0:
-        slot(history, s0, a0, l0, LEN, 0, N, RECENT, MAX, BLOCK)
-    if N > 1:  # noqa: SIM102  (N is known to the compiler, i is not)
-        if i == 1:
-            slot(history, s1, a1, l1, LEN, 1, N, RECENT, MAX, BLOCK)
-    if N > 2:  # noqa: SIM102
-        if i == 2:
-            slot(history, s2, a2, l2, LEN, 2, N, RECENT, MAX, BLOCK)
+    e = i % members
+    if i // members == 0:
+        slot(history, s0 + e, a0 + e, l0, LEN, i, N, RECENT, MAX, BLOCK)
+    if SLOTS > 1:  # noqa: SIM102  (SLOTS is known to the compiler, i is not)
+        if i // members == 1:
+            slot(history, s1 + e, a1 + e, l1, LEN, i, N, RECENT, MAX, BLOCK)
+    if SLOTS > 2:  # noqa: SIM102
+        if i // members == 2:
+            slot(history, s2 + e, a2 + e, l2, LEN, i, N, RECENT, MAX, BLOCK)
 
 
 def step(
@@ -83,13 +85,15 @@ def _step(
     limits: Sequence[float],
     recent: bool,
 ) -> Launch:
-    length, n = history.shape
-    args = {"history": history, "LEN": length, "N": n, "RECENT": recent, "MAX": FP32_MAX}
+    length, columns = history.shape
+    n, members = len(scales), scales[0].shape[0]
+    args = {"history": history, "LEN": length, "N": columns, "members": members, "SLOTS": n,
+            "RECENT": recent, "MAX": FP32_MAX}  # fmt: skip
     for i in range(SLOTS):
         at = min(i, n - 1)  # a pointer that no program uses
         args |= {f"s{i}": scales[at], f"a{i}": amaxes[at], f"l{i}": float(limits[at])}
     args["BLOCK"] = triton.next_power_of_2(length)
-    return Launch(step_kernel, n, args, STEP)
+    return Launch(step_kernel, columns, args, STEP)
 
 
 @triton.jit
@@ -120,6 +124,10 @@ def variants() -> Iterator[Variant]:
         for recent in (False, True):
             name = f"step_{n}{'_recent' if recent else ''}"
             yield Variant.of(name, _step(history, (one,) * n, (one,) * n, (1.0,) * n, recent))
+            many = torch.empty(64, dtype=torch.float32, device="meta")
+            of_many = torch.empty(1024, 64 * n, dtype=torch.float32, device="meta")
+            launch = _step(of_many, (many,) * n, (many,) * n, (1.0,) * n, recent)
+            yield Variant.of(f"{name}_members", launch)
     for dtype in (torch.bfloat16, torch.float32):
         y = torch.empty(4096, 4096, dtype=dtype, device="meta")
         yield Variant.of(f"rescale_{dtype}", _rescale(y, y, one, one, 1.0))

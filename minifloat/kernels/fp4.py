@@ -83,7 +83,7 @@ def global_factors(amax, MAX: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def cast_rows(
-    x, data, scale, out, amax, factors, seed, o_n, left_m, left_k, left_g,
+    x, data, scale, out, amax, factors, seed, o_n, left_m, left_k, left_g, left_s,
     K, stride, pitch, scale_pitch,
     MAX: tl.constexpr, SQUARE: tl.constexpr, STOCHASTIC: tl.constexpr, SCALED: tl.constexpr,
     ERROR: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
@@ -92,8 +92,8 @@ def cast_rows(
 ):  # fmt: skip
     """The row copy of the tile that the pointers are at, R rows at a time.
 
-    `left_*`: rows, columns and scale columns from there on; `o_n`: the tile's first Philox call;
-    `factors`: of `global_factors`, unless SCALED.
+    `left_*`: rows, columns, scale columns and scale rows from there on; `o_n`: the tile's first
+    Philox call; `factors`: of `global_factors`, unless SCALED.
     """
     G: tl.constexpr = BK // 16
     o_i = tl.arange(0, R * G)
@@ -133,7 +133,7 @@ def cast_rows(
             if EVEN:
                 tl.store(p_scale, b_byte.to(tl.uint8))
             else:
-                tl.store(p_scale, b_byte.to(tl.uint8), mask=o_g < left_g)
+                tl.store(p_scale, b_byte.to(tl.uint8), mask=(o_g < left_g) & (o_m < left_s))
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def cast_kernel(
                 cast_rows(
                     x, row_data, row_scale, row_out, row_amax, row_factors, seed,
                     m0 * (2 * tl.cdiv(K, 16)) + k0 // 8, left_m, left_k,
-                    tl.minimum(row_scale_pitch - k0 // 16, BK // 16).to(tl.int32),
+                    tl.minimum(row_scale_pitch - k0 // 16, BK // 16).to(tl.int32), BM,
                     K, stride, row_pitch, row_scale_pitch,
                     ROW_MAX, ROW_SQUARE, ROW_STOCHASTIC, ROW_SCALED, ROW_ERROR,
                     WORDS, ROW_WIDE, EVEN, BM, BK, R, OFFSET, HALVED,
@@ -377,8 +377,8 @@ def _launch(
         CC=min(config.k, cols * 512 * config.warps // config.m),
         FAR=max(config) * max(x.stride(0), k, c) >= 2**31,
         **{name: tensors.get(name) for name in POINTERS},
-        **_options("ROW", row),
-        **_options("COL", col),
+        **options("ROW", row),
+        **options("COL", col),
     )
     return Launch(cast_kernel, config.tiles(rup(m, PAD), rup(k, PAD)), args, config)
 
@@ -401,7 +401,7 @@ def _kind(row: Cast | None, col: Cast | None, tensors: Tensors, words: bool) -> 
     return kind
 
 
-def _options(name: str, cast: Cast | None) -> dict[str, Any]:
+def options(name: str, cast: Cast | None) -> dict[str, Any]:
     """A direction's constants. Where it is not asked for they are fixed, so as not to recompile."""
     return {
         name: cast is not None,

@@ -35,7 +35,8 @@ class DelayedScaling(Recipe):
     The scale is `fp8_max / amax / 2**margin`, the amax that of `amax_history_len` steps: their
     "max", the "most_recent", or `amax_compute_algo(history)`.
     `scaling_factor_compute_algo(amax, old_scale, fp8_max, recipe)` computes the scale otherwise.
-    `reduce_amax` takes the maximum over autocast's group.
+    `reduce_amax` takes the maximum over autocast's group. `fp8_gemm_*` say how products accumulate,
+    as in the other recipes (TE fixes it: fprop fast, dgrad and wgrad split, which is the default).
     """
 
     margin: int
@@ -43,6 +44,9 @@ class DelayedScaling(Recipe):
     amax_compute_algo: str | Callable[..., Any]
     scaling_factor_compute_algo: Callable[..., Any] | None
     reduce_amax: bool
+    fp8_gemm_fprop: MMParams
+    fp8_gemm_dgrad: MMParams
+    fp8_gemm_wgrad: MMParams
 
     def __new__(  # noqa: PLR0913  (the contract's signature)
         cls,
@@ -55,6 +59,9 @@ class DelayedScaling(Recipe):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: None = None,
+        fp8_gemm_fprop: MMParams = FAST,
+        fp8_gemm_dgrad: MMParams = SPLIT,
+        fp8_gemm_wgrad: MMParams = SPLIT,
     ) -> Self:
         if not callable(amax_compute_algo) and amax_compute_algo not in ("max", "most_recent"):
             raise RecipeError(
@@ -80,6 +87,7 @@ class DelayedScaling(Recipe):
             scaling_factor_compute_algo,
             flag(reduce_amax, "reduce_amax"),
             *common(fp8_dpa, fp8_mha, backward_override),
+            *_products(fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad),
         )
 
     @classmethod

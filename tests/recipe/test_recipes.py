@@ -107,8 +107,9 @@ def test_fields_order_and_defaults(cls: type[Recipe]) -> None:
     expected = FIELDS[cls]
     assert list(signature)[: len(expected)] == list(expected)
     assert {n: signature[n] for n in expected} == expected
-    # Beyond the contract there are only the QParams.
-    assert all("_quant_" in n and signature[n] is None for n in list(signature)[len(expected) :])
+    # Beyond the contract there are only the QParams, and how DelayedScaling accumulates.
+    more = {n: signature[n] for n in list(signature)[len(expected) :]}
+    assert all("_gemm_" in n or ("_quant_" in n and v is None) for n, v in more.items())
     if cls is not CustomRecipe:
         made = cls()
         assert {n: getattr(made, n) for n in expected} == expected
@@ -470,3 +471,11 @@ def test_functions_are_fields() -> None:
     assert made != DelayedScaling(amax_compute_algo=most_recent)
     text, names = made.__fx_repr__()
     assert eval(text, dict(names)) is made
+
+
+def test_delayed_scaling_accumulates_as_it_says() -> None:
+    assert recipe_module.DelayedScaling().plan(None, None).fast == (True, False, False)
+    fast = recipe_module.MMParams(use_split_accumulator=False)
+    recipe = recipe_module.DelayedScaling(fp8_gemm_dgrad=fast, fp8_gemm_wgrad=fast)
+    assert recipe.plan(None, None).fast == (True, True, True)
+    assert recipe_module.Recipe.from_json(recipe.to_json()) == recipe
