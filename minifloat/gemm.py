@@ -18,7 +18,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from . import dispatch, env, library, reference, scalars
 from .formats import E4M3, Cast, Format, Operand, Scale, cdiv, rup
 
-__all__ = ["Backend", "backend", "gemm", "is_native"]
+__all__ = ["Backend", "backend", "gemm", "is_native", "values"]
 
 Native = Callable[[Operand, Operand, torch.dtype, Tensor | None, bool], Tensor]
 HALF = (torch.bfloat16, torch.float16)
@@ -60,30 +60,45 @@ def is_native(cast: Cast, device: torch.device) -> bool:
 
 
 # ---------------------------------------------------------------------------------------- the front
-def gemm(
+def gemm(  # noqa: PLR0913  (what a product takes along)
     a: Operand,
     b: Operand,
     out_dtype: torch.dtype,
     *,
     bias: Tensor | None = None,
     fast: bool = False,
+    alpha: float = 1.0,
+    add: Tensor | None = None,
+    in_place: bool = False,
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """`a b^T + bias`, any sizes, zero included.
+    """`alpha a b^T + bias + add`, any sizes, zero included.
 
     `fast` lets FP8 tensor cores keep their short accumulator. With `out` (fp32 or bf16) the result
     is stored there, or added to it in its dtype.
+
+    `add[M, N]` has `out_dtype`; with `in_place` its memory is the result's, but in a graph, whose
+    compiler decides on memory. A product of values of `out_dtype` takes alpha and `add` on its way:
+    all of it is rounded once. Any other is made first, rounded to `out_dtype` (or, emulated, before
+    it is scaled), and `add` joins in one more pass. alpha joins the scale of a whole operand where
+    there is one, else that pass.
     """
     if out is not None:
-        y = gemm(a, b, out.dtype, bias=bias, fast=fast)
-        return out.add_(y) if accumulate else out.copy_(y)
+        y = gemm(a, b, out.dtype, bias=bias, fast=fast, alpha=1.0 if accumulate else alpha)
+        return out.add_(y, alpha=alpha) if accumulate else out.copy_(y)
+    alone = add is None and alpha == 1.0
     if not library.traced():
         _check(a, b)
-        return _gemm(a, b, out_dtype, bias, fast)
+        if alone:
+            return _gemm(a, b, out_dtype, bias, fast)
+        return _joined(a, b, out_dtype, bias, fast, alpha, add, in_place)
     if not (_coded(a) or _coded(b)) and a.amax is None and b.amax is None:
-        return _product(a.data, b.data, out_dtype, bias)  # plain aten, which Inductor owns
-    return library.op("gemm")(*_flat(a), *_flat(b), out_dtype, bias, fast)  # type: ignore[no-any-return]
+        if alone:
+            return _product(a.data, b.data, out_dtype, bias)  # plain aten, which Inductor owns
+        return _joined_product(a.data, b.data, out_dtype, bias, alpha, add, False)
+    more = () if alone else (alpha, add)
+    return library.op("gemm")(*_flat(a), *_flat(b), out_dtype, bias, fast, *more)  # type: ignore[no-any-return]
 
 
 def _check(a: Operand, b: Operand) -> None:
@@ -100,7 +115,7 @@ def _gemm(
     if native is None:
         return _emulated(a, b, out_dtype, bias)
     if a.data.numel() == 0 or b.data.numel() == 0:
-        return _product(_values(a, torch.bfloat16), _values(b, torch.bfloat16), out_dtype, bias)
+        return _product(values(a, torch.bfloat16), values(b, torch.bfloat16), out_dtype, bias)
     return native(a, b, out_dtype, bias, fast)
 
 
@@ -281,11 +296,11 @@ def _emulated(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | Non
     dtype = _compute_dtype(a, b)
     alphas = [s for s in (_alpha(a), _alpha(b)) if s is not None]
     if not alphas:
-        return _product(_values(a, dtype), _values(b, dtype), out_dtype, bias)
+        return _product(values(a, dtype), values(b, dtype), out_dtype, bias)
     # One rounding to bf16 before the scale keeps the error under twice the plain product's; a
     # wider result is scaled in fp32.
     wide = dtype if out_dtype == dtype else torch.float32
-    y = _product(_values(a, dtype), _values(b, dtype), wide, None)
+    y = _product(values(a, dtype), values(b, dtype), wide, None)
     numbers = [_number(o) for o in (a, b)]
     if all(n is not None for n in numbers):
         (sa, fa), (sb, fb) = numbers  # type: ignore[misc]
@@ -333,7 +348,7 @@ def _compute_dtype(a: Operand, b: Operand) -> torch.dtype:
     return torch.bfloat16
 
 
-def _values(o: Operand, dtype: torch.dtype) -> Tensor:
+def values(o: Operand, dtype: torch.dtype) -> Tensor:
     """Contraction-last values, block scales applied, without what multiplies the product."""
     if not _coded(o):
         return o.data.to(dtype)
@@ -426,6 +441,82 @@ def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) 
     return y if bias is None else y + bias.to(out_dtype)
 
 
+# ------------------------------------------------------------------------------------------- joined
+def _joined(
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast: bool,
+    alpha: float,
+    add: Tensor | None,
+    in_place: bool,
+) -> Tensor:
+    """`alpha a b^T + bias + add`, in as few passes as the backend of the product allows."""
+    if alpha != 1.0:
+        left = _times(a, alpha)
+        right = None if left is not None else _times(b, alpha)
+        a, b = a if left is None else left, b if right is None else right
+        alpha = alpha if left is None and right is None else 1.0
+    native = _find(a, b) is not None
+    if not native and not (_partial_scales(a) and _partial_scales(b)):
+        dtype = _compute_dtype(a, b)
+        if _alpha(a) is None and _alpha(b) is None:
+            pair = values(a, dtype), values(b, dtype)
+            return _joined_product(*pair, out_dtype, bias, alpha, add, in_place)
+        if add is not None and bias is None and alpha == 1.0:  # scaled and added in one pass
+            wide = dtype if out_dtype == dtype else torch.float32
+            y = _product(values(a, dtype), values(b, dtype), wide, None)
+            out = add if in_place else torch.empty_like(add)
+            return torch.addcmul(add, y, _scale_of_product(a, b), out=out)
+    y = _gemm(a, b, out_dtype, bias if alpha == 1.0 else None, fast)
+    return _added(y, None if alpha == 1.0 else bias, alpha, add, in_place)
+
+
+def _times(o: Operand, alpha: float) -> Operand | None:
+    """`o` whose values are alpha times as large, if a number of the whole operand says so."""
+    fmt = o.cast.format
+    if fmt.two_level:
+        assert o.amax is not None
+        return o._replace(amax=o.amax * alpha)
+    if fmt.tile is None and fmt.element is not None and o.scale is not None:
+        return o._replace(scale=o.scale * alpha)
+    return None
+
+
+def _joined_product(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    alpha: float,
+    add: Tensor | None,
+    in_place: bool,
+) -> Tensor:
+    """`_joined` of two high-precision matrices: a product of one dtype takes what it can along."""
+    if bias is not None or not a.dtype == b.dtype == out_dtype:
+        y = _product(a, b, out_dtype, bias if alpha == 1.0 else None)
+        return _added(y, None if alpha == 1.0 else bias, alpha, add, in_place)
+    if add is None:
+        return torch.addmm(a.new_zeros(()), a, b.t(), beta=0, alpha=alpha)
+    if in_place:
+        return torch.addmm(add, a, b.t(), alpha=alpha, out=add)
+    return torch.addmm(add, a, b.t(), alpha=alpha)
+
+
+def _added(
+    y: Tensor, bias: Tensor | None, alpha: float, add: Tensor | None, in_place: bool
+) -> Tensor:
+    """`alpha y + bias + add` in y's dtype; y is ours."""
+    if bias is not None:
+        y, alpha = torch.add(bias, y, alpha=alpha).to(y.dtype), 1.0
+    if add is None:
+        return y if alpha == 1.0 else y.mul_(alpha)
+    if in_place:
+        return add.add_(y, alpha=alpha)
+    return torch.add(add, y, alpha=alpha)
+
+
 # ------------------------------------------------------------------------------------------- the op
 def _flat(o: Operand) -> tuple[Any, ...]:
     return o.data, o.scale, o.amax, o.cast, o.columns, o.viewed
@@ -433,7 +524,11 @@ def _flat(o: Operand) -> tuple[Any, ...]:
 
 def _gemm_op(*args: Any) -> Tensor:
     a, b = Operand(*args[:6]), Operand(*args[6:12])
-    return _gemm(a, b, *args[12:])
+    out_dtype, bias, fast, *more = args[12:]
+    if not more:  # defaults are left out
+        return _gemm(a, b, out_dtype, bias, fast)
+    alpha, add = (*more, None)[:2]
+    return _joined(a, b, out_dtype, bias, fast, alpha, add, False)
 
 
 def _gemm_fake(*args: Any) -> Tensor:
@@ -450,7 +545,8 @@ library.define(
     (
         (
             f"gemm({_OPERAND.format('a', _CAST)}, {_OPERAND.format('b', _CAST)}, "
-            "ScalarType out_dtype, Tensor? bias, bool fast) -> Tensor",
+            "ScalarType out_dtype, Tensor? bias, bool fast, float alpha=1.0, Tensor? add=None) "
+            "-> Tensor",
             _gemm_op,
             _gemm_fake,
         ),

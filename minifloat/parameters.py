@@ -4,6 +4,7 @@ where their gradients go."""
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 
 from .recipe import Recipe, RecipeState
 from .recipe.delayed import DelayedState
+from .recipe.plan import Plan
 
 __all__ = [
     "default_device",
     "default_init",
     "initialise",
+    "keep_values",
     "main_grad",
     "quantized_parameter",
+    "quantized_weight",
     "splits",
 ]
 
@@ -107,15 +111,34 @@ def quantized_parameter(
     with torch.no_grad():
         parameter = nn.Parameter(quantizer.quantize(value))
     if preserve:
-        _preserve(parameter, value.detach().cpu())
+        keep_values(parameter, value.detach().cpu())
     return parameter
+
+
+def quantized_weight(weight: Any, plan: Plan, where: str) -> Any:
+    """A quantized weight as `plan` multiplies it; its values where that quantizes no weights."""
+    if plan.w_row.layout[0] is not torch.uint8:
+        if not torch.compiler.is_compiling():
+            warnings.warn(
+                f"{where}: a quantized weight outside autocast is dequantized",
+                UserWarning,
+                stacklevel=4,
+            )
+        return weight.dequantize()
+    if weight._cast(False).format_name != plan.w_row.format_name:
+        raise RuntimeError(
+            f"Recipe mismatch for '{where}': the weight was quantized as "
+            f"{weight._cast(False).format_name}, and {plan.name} multiplies "
+            f"{plan.w_row.format_name}; use the recipe of quantized_model_init"
+        )
+    return weight
 
 
 def recipe_scales_by_history(quantizer: Any) -> bool:
     return bool(quantizer._state_written())
 
 
-def _preserve(parameter: Any, value: Tensor) -> None:
+def keep_values(parameter: Any, value: Tensor) -> None:
     """`get_high_precision_init_val()` and `clear_high_precision_init_val()` on a parameter."""
     held: list[Tensor] = [value]
     parameter.get_high_precision_init_val = lambda: held[0] if held else None

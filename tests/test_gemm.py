@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from minifloat import gemm, reference
-from minifloat.formats import HADAMARD_SIGN_MASK, Cast, Operand
+from minifloat.formats import HADAMARD_SIGN_MASK, HIGH, Cast, Operand
 from minifloat.operands import operands
 
-HIGH, MX, FP4 = Cast("high_precision"), Cast("mxfp8_e4m3"), Cast("nvfp4")
+MX, FP4 = Cast("mxfp8_e4m3"), Cast("nvfp4")
 RHT = Cast("nvfp4", hadamard=HADAMARD_SIGN_MASK)
 PAIRS = [
     (Cast("fp8_e4m3"), Cast("fp8_e4m3")),
@@ -73,6 +73,59 @@ def test_products(a: Cast, b: Cast, col: bool, dtype: torch.dtype, device: str) 
         assert bool(((y.cpu().float() - expected).abs() <= bound).all())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("a", "b"), PAIRS, ids=lambda c: "_".join(map(str, (c.format_name, c.pow2, c.row_scaled)))
+)
+def test_products_are_scaled_and_added_to(
+    a: Cast, b: Cast, dtype: torch.dtype, device: str
+) -> None:
+    for (m, n, k), alpha, with_bias, with_add, in_place in itertools.product(
+        ((5, 7, 19), (32, 48, 256), (4, 4, 0)), (1.0, -0.3), *[(False, True)] * 3
+    ):
+        if (alpha == 1.0 and not with_add) or (in_place and not with_add):
+            continue
+        x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
+        left, right = made(x, a, False), made(w, b, False)
+        bias = torch.randn(n, device=device) if with_bias else None
+        add = torch.randn(m, n, device=device).to(dtype) if with_add else None
+        before = None if add is None else add.clone()
+        how = {"bias": bias, "alpha": alpha, "add": add, "in_place": in_place}
+        y = gemm.gemm(left, right, dtype, **how)  # type: ignore[arg-type]
+        assert y.dtype is dtype and y.shape == (m, n)
+        if add is not None:
+            assert (y.data_ptr() == add.data_ptr()) == (in_place and m * n > 0)
+            assert in_place or torch.equal(add, before)  # type: ignore[arg-type]
+        parts = [alpha * reference.matmul(on_cpu(left), on_cpu(right), torch.float32)]
+        parts += [] if bias is None else [bias.cpu().expand(m, n)]
+        parts += [] if before is None else [before.cpu().float()]
+        terms = 1.25 * abs(alpha) * (x.abs() @ w.t().abs()).cpu()
+        results = sum(t.abs() for t in parts)
+        # Rounded as a product, with a bias, and with what is added.
+        bound = PARTIAL[device] * terms + 3 * torch.finfo(dtype).eps / 2 * results + 1e-30
+        assert bool(((y.cpu().float() - sum(parts)).abs() <= bound).all())
+
+
+def test_a_product_of_one_dtype_is_rounded_once_with_what_is_added() -> None:
+    x, w, add = (torch.randn(s).bfloat16() for s in ((6, 64), (8, 64), (6, 8)))
+    left, right = (Operand(t, None, None, HIGH, 64) for t in (x, w))
+    exact = 0.3 * (x.double() @ w.double().t()) + add.double()
+    expected = exact.float().bfloat16()
+    twice = (0.3 * (x.float() @ w.float().t()).bfloat16()).bfloat16() + add
+    got = gemm.gemm(left, right, torch.bfloat16, alpha=0.3, add=add)
+    # But for ties that the fp32 sum of the product makes or breaks.
+    assert (got != expected).sum() <= 1 < (twice != expected).sum()
+
+
+@pytest.mark.parametrize("cast", [Cast("fp8_e4m3"), FP4], ids=lambda c: c.format_name)
+def test_a_factor_joins_the_scale_of_an_operand(cast: Cast) -> None:
+    """A power of two is exact there, so that the product has the same digits."""
+    left, right = (made(torch.randn(6, 64), cast, False) for _ in range(2))
+    y = gemm.gemm(left, right, torch.float32)
+    assert torch.equal(gemm.gemm(left, right, torch.float32, alpha=-0.25), y * -0.25)
+
+
 def test_transformed_columns_multiply_in_their_domain() -> None:
     x, w = torch.randn(19, 5), torch.randn(19, 7)
     left, right = made(x, RHT, True), made(w, RHT, True)
@@ -90,6 +143,9 @@ def test_results_go_into_a_buffer(accumulate: bool, dtype: torch.dtype) -> None:
     y = gemm.gemm(left, right, dtype)
     assert gemm.gemm(left, right, dtype, out=out, accumulate=accumulate) is out
     assert torch.equal(out, y + 2.0 if accumulate else y)
+    out.fill_(2.0)
+    gemm.gemm(left, right, dtype, alpha=0.5, out=out, accumulate=accumulate)
+    assert torch.equal(out, 0.5 * y + 2.0 if accumulate else 0.5 * y)
 
 
 def test_contractions_must_agree() -> None:
@@ -137,6 +193,10 @@ def test_the_table(
 def test_opcheck() -> None:
     left, right = (made(torch.randn(6, 32), MX, False) for _ in range(2))
     args = (*gemm._flat(left), *gemm._flat(right), torch.bfloat16, None, False)
-    torch.library.opcheck(
-        torch.ops.minifloat.gemm.default, args, test_utils=("test_schema", "test_faketensor")
-    )
+    add = torch.randn(6, 6).bfloat16()
+    for more in ((), (0.5,), (0.5, add), (1.0, add)):
+        torch.library.opcheck(
+            torch.ops.minifloat.gemm.default,
+            (*args, *more),
+            test_utils=("test_schema", "test_faketensor"),
+        )

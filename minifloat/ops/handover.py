@@ -16,7 +16,7 @@ from ..core import linear as core
 from ..formats import Operand
 from ..operands import activation_backward
 from ..producer import Producer
-from ..producers import Lazy
+from ..producers import Lazy, activation_gradient
 from ..recipe.plan import Plan
 from .basic.values import matrix
 
@@ -35,6 +35,11 @@ class InputTaker(NamedTuple):
     """Quantizes the input of a call of the linear operation."""
 
     call: core.Call
+
+    @property
+    def wants_amax(self) -> bool:
+        """Whether the amax of the input, where it is known, spares a read of it."""
+        return self.call.plan.input_amax
 
     def quantize(self, x: Tensor | Lazy, lead: tuple[int, ...] | None = None) -> Handed:
         """`x[..., K]`, or a matrix `[M, K]` that stands for `[*lead, K]`."""
@@ -70,6 +75,9 @@ class GradientTaker(NamedTuple):
             seed=call.seed,
             dbias=dbias,
         )
+        if call.probe is not None:
+            dh = activation_gradient(h, dy, producer)
+            row, col = core.probed_gradient(row, col, dh, call)
         return core.Gradient(row, col, None, (h.shape[0], h.shape[1])), of_bias
 
 

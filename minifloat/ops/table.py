@@ -12,6 +12,10 @@ def _always(op: Any, recipe: Any) -> bool:
     return True
 
 
+def _fits(ops: list[Any], recipe: Any) -> bool:
+    return True
+
+
 class Slot(NamedTuple):
     """One operation of a pattern: of one of `classes` (and no subclass, if `exact`), and such that
     `when(op, recipe)`. `optional` ones may be missing."""
@@ -39,6 +43,7 @@ class Row(NamedTuple):
     before: Slot | None = None
     after: Slot | None = None
     quantized: bool = False  # only under a recipe that quantizes backward too
+    fits: Callable[[list[Any], Any], bool] = _fits  # of all operations that the pattern found
 
 
 def scan(row: Row, ops: list[Any], recipe: Any) -> list[Any]:
@@ -73,7 +78,7 @@ def _match(row: Row, ops: list[Any], at: int, recipe: Any) -> int:
         end < len(ops) and row.after.matches(_basic(ops[end], 0), recipe)
     ):
         return 0
-    return end - at
+    return end - at if row.fits(ops[at:end], recipe) else 0
 
 
 def _basic(op: Any, index: int) -> Any:

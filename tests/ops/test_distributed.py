@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 
 from minifloat import ops
 from minifloat import recipe as recipes
+from minifloat.ops import OperationFuser
 
 from ..tensors import world
 from .cases import Counter, assert_same, step
@@ -95,16 +96,33 @@ def check_linear(mode: str, sequence: bool, rank: int) -> None:
         torch.testing.assert_close(b, a.detach(), rtol=1e-5, atol=1e-4)  # sums of up to 64
 
 
-def mlp(rank: int, sequence: bool) -> ops.Sequential:
+def mlp(rank: int, sequence: bool, bias: bool = True) -> ops.Sequential:
     torch.manual_seed(rank)
-    column = {"tensor_parallel_mode": "column", "sequence_parallel": sequence}
-    row = {"tensor_parallel_mode": "row", "sequence_parallel": sequence}
+    column = {"tensor_parallel_mode": "column", "sequence_parallel": sequence, "bias": bias}
+    row = {"tensor_parallel_mode": "row", "sequence_parallel": sequence, "bias": bias}
     return ops.Sequential(
         ops.RMSNorm(32),
         ops.Linear(32, 128, **column),  # type: ignore[arg-type]
         ops.SwiGLU(),
         ops.Linear(64, 32, **row),  # type: ignore[arg-type]
     )
+
+
+def check_fused(sequence: bool, rank: int) -> None:
+    """An MLP whose parts are on all ranks has the bits of its operations by themselves."""
+    fusions = OperationFuser.forward_backward_fusion_functions
+    kept = list(fusions)
+    for recipe in (recipes.DelayedScaling(), recipes.Float8CurrentScaling()):
+        made = []
+        for fused in (True, False):
+            fusions[:] = kept if fused else []
+            model = mlp(rank, sequence, bias=False)
+            x = torch.randn(6, 32, generator=torch.Generator().manual_seed(rank))
+            made.append([*step(model, model, x, recipe), *step(model, model, x, recipe)])
+            there = [type(op) for op, _ in model._module_groups[0]._forward_ops]
+            assert (ops.FusedMLP in there) == fused
+        fusions[:] = kept
+        assert_same(*made)
 
 
 def check_compiled(sequence: bool, rank: int) -> None:
@@ -124,6 +142,8 @@ CHECKS: world.Checks = {
     "scatter": check_scatter,
     "reduce": check_reduce,
     "alone": check_alone,
+    "fused": functools.partial(check_fused, False),
+    "fused_sequence": functools.partial(check_fused, True),
     **{
         f"{mode}{'_sequence' if s else ''}": functools.partial(check_linear, mode, s)
         for mode in ("column", "row")

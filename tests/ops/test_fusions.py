@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import minifloat
-from minifloat import ops
+from minifloat import norms, ops
 from minifloat import recipe as recipes
 from minifloat.ops import OperationFuser
-from minifloat.ops.fused.rows import BACKWARD, FORWARD
+from minifloat.ops.fused.rows import BACKWARD, BOTH, FORWARD
 
 from .cases import RECIPES, mlp, step
 
@@ -26,7 +26,11 @@ BF16 = torch.bfloat16
 @contextmanager
 def unfused() -> Iterator[None]:
     """No fusion at all."""
-    lists = OperationFuser.forward_fusion_functions, OperationFuser.backward_fusion_functions
+    lists = (
+        OperationFuser.forward_backward_fusion_functions,
+        OperationFuser.forward_fusion_functions,
+        OperationFuser.backward_fusion_functions,
+    )
     kept = [list(x) for x in lists]
     for x in lists:
         x.clear()
@@ -86,6 +90,7 @@ CASES = (
         ("ForwardLinearBiasAdd",),
         ("AddExtraInput", "BasicLinear"),
         extra=1,
+        rounds=True,
     ),
     Case(
         "no_LinearAdd_out_of_place",
@@ -100,18 +105,20 @@ CASES = (
         ("ForwardLinearScaleAdd",),
         ("AddExtraInput", "BackwardLinearScale"),
         extra=1,
+        rounds=True,
     ),
     Case(
         "LinearAdd_backward",
         lambda: [ops.GELU(), ops.MakeExtraOutput(in_place=True), linear(bias=False)],
         ("GELU", "MakeExtraOutput", "BasicLinear"),
         ("BackwardLinearAdd", "GELU"),
+        rounds=True,
     ),
     Case(
         "ActivationBias",
-        lambda: [linear(), ops.GELU(), linear(bias=False)],
-        ("ForwardLinearBiasActivation", "ForwardActivationQuantize", "BasicLinear"),
-        ("BasicLinear", "BackwardActivationBias", "BasicLinear"),
+        lambda: [linear(), ops.GELU(), ops.Identity(), linear(bias=False)],
+        ("ForwardLinearBiasActivation", "GELU", "Identity", "BasicLinear"),
+        ("BasicLinear", "Identity", "BackwardActivationBias", "BasicLinear"),
         recipe="mxfp8",
         rounds=True,
     ),
@@ -130,10 +137,60 @@ CASES = (
     ),
     Case(
         "d_activation_quantize",
+        lambda: [linear(bias=False), ops.SReLU(), ops.Identity(), linear(bias=False)],
+        ("BasicLinear", "SReLU", "Identity", "BasicLinear"),
+        ("BasicLinear", "Identity", "BackwardActivationQuantize", "BasicLinear"),
+        recipe="delayed",
+    ),
+    Case(
+        "activation_quantize",
+        lambda: [ops.GELU(), linear(bias=False)],
+        ("ForwardActivationQuantize", "BasicLinear"),
+        ("BasicLinear", "GELU"),
+        recipe="delayed",
+    ),
+    Case(
+        "MLP",
         lambda: [linear(bias=False), ops.SReLU(), linear(bias=False)],
+        ("FusedMLP",),
+        ("FusedMLP",),
+        recipe="delayed",
+    ),
+    Case(
+        "MLP_whole",
+        lambda: [linear(), ops.ReLU(), linear(), ops.AddExtraInput(in_place=True)],
+        ("FusedMLP",),
+        ("FusedMLP",),
+        recipe="current",
+        extra=1,
+        rounds=True,
+    ),
+    Case(
+        "MLP_and_more",
+        lambda: [*(linear(bias=False), ops.SiLU()) * 2, linear(bias=False)],
+        ("FusedMLP", "ForwardActivationQuantize", "BasicLinear"),
+        ("BasicLinear", "BackwardActivationQuantize", "FusedMLP"),
+        recipe="block",
+    ),
+    Case(
+        "no_MLP_without_recipe",
+        lambda: [linear(bias=False), ops.ReLU(), linear(bias=False)],
+        ("BasicLinear", "ReLU", "BasicLinear"),
+        ("BasicLinear", "ReLU", "BasicLinear"),
+    ),
+    Case(
+        "no_MLP_for_a_cached_input",
+        lambda: [linear(bias=False), ops.ReLU(cache_quantized_input=True), linear(bias=False)],
         ("BasicLinear", "ForwardActivationQuantize", "BasicLinear"),
         ("BasicLinear", "BackwardActivationQuantize", "BasicLinear"),
-        recipe="delayed",
+        recipe="mxfp8",
+    ),
+    Case(
+        "no_MLP_for_override",
+        lambda: [linear(bias=False), ops.ReLU(), linear(bias=False)],
+        ("BasicLinear", "ReLU", "BasicLinear"),
+        ("BasicLinear", "ReLU", "BasicLinear"),
+        recipe="override",
     ),
     Case(
         "AddRMSNorm",
@@ -198,7 +255,8 @@ def _without_leaves(model: Any) -> Callable[..., Any]:
 
 def test_every_row_is_covered() -> None:
     seen = {name for case in CASES for name in (*case.forward, *case.backward)}
-    assert {row.fused.__name__ for row in (*FORWARD, *BACKWARD)} <= seen  # type: ignore[attr-defined]
+    seen.add("ForwardGroupedMLP")  # in test_grouped_linear.py
+    assert {row.fused.__name__ for row in (*BOTH, *FORWARD, *BACKWARD)} <= seen  # type: ignore[attr-defined]
 
 
 def test_the_functions_of_rows_are_on_their_classes() -> None:
@@ -211,9 +269,14 @@ def test_the_functions_of_rows_are_on_their_classes() -> None:
     assert [type(op) for op in found] == [ops.BasicLinear, ops.BackwardActivationBias]
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["MLP", "parts"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_hand_over_has_the_bits_of_separate_casts(name: str) -> None:
+def test_hand_over_has_the_bits_of_separate_casts(
+    name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without biases, whose sum a fused product rounds once."""
+    if not whole:
+        monkeypatch.setattr(OperationFuser, "forward_backward_fusion_functions", [])
     fused, plain = mlp(BF16, bias=False), mlp(BF16, bias=False)
     for seed in range(2):
         x = torch.randn(5, 7, 32, generator=torch.Generator().manual_seed(seed)).to(BF16)
@@ -223,7 +286,115 @@ def test_hand_over_has_the_bits_of_separate_casts(name: str) -> None:
         for a, b in zip(expected, got, strict=True):
             assert torch.equal(a, b)
     there = [type(op).__name__ for op, _ in fused._module_groups[0]._forward_ops]
-    assert there[0] == "ForwardNormQuantize" and there[2] == "ForwardActivationQuantize"
+    parts = ["FusedMLP"] if whole else ["BasicLinear", "ForwardActivationQuantize", "BasicLinear"]
+    assert there == ["ForwardNormQuantize", *parts]
+
+
+FROZEN = (
+    ("input",),
+    ("input", "0.weight"),
+    ("input", "0.weight", "1.basic_ops.0.weight"),  # no gradient passes the activation
+    ("1.basic_ops.0.weight",),
+    ("3.basic_ops.0.weight",),
+    ("1.basic_ops.0.weight", "3.basic_ops.0.weight"),
+    ("input", "0.weight", "3.basic_ops.0.weight"),
+)
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=lambda names: "+".join(names))
+@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+def test_frozen_parts_of_an_mlp(name: str, frozen: tuple[str, ...]) -> None:
+    models = mlp(BF16, bias=False), mlp(BF16, bias=False)
+    for model in models:
+        for key, p in model.named_parameters():
+            p.requires_grad_(key not in frozen)
+    x = torch.randn(5, 7, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
+    found = []
+    for model, context in zip(models, (nullcontext, unfused), strict=True):
+        given = x.clone().requires_grad_("input" not in frozen)
+        with context(), minifloat.autocast(recipe=RECIPES[name]):
+            y = model(given)
+        y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(BF16))
+        grads = {k: p.grad for k, p in (("input", given), *model.named_parameters())}
+        assert {k for k, g in grads.items() if g is None} == set(frozen)
+        found.append([y.detach(), *[g for g in grads.values() if g is not None]])
+    there = [type(op).__name__ for op, _ in models[0]._module_groups[0]._forward_ops]
+    assert there == ["ForwardNormQuantize", "FusedMLP"]
+    for got, expected in zip(*found, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+def test_the_biases_of_an_mlp(first: bool) -> None:
+    """Sums of the gradient: the first's comes out of the kernel that casts it."""
+    models = mlp(BF16), mlp(BF16)
+    x = torch.randn(5, 7, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
+    found = []
+    for model, context in zip(models, (nullcontext, unfused), strict=True):
+        frozen, kept = (model[3], model[1]) if first else (model[1], model[3])
+        frozen.bias.requires_grad_(False)
+        with context(), minifloat.autocast(recipe=RECIPES["current"]):
+            y = model(x)
+        y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(BF16))
+        assert frozen.bias.grad is None
+        found.append(kept.bias.grad.float())
+    assert (found[0] - found[1]).norm() <= 0.02 * found[1].norm()
+
+
+def test_an_mlp_under_torch_autocast() -> None:
+    """Weights in fp32, everything else in bf16."""
+    models = mlp(bias=False), mlp(bias=False)
+    x = torch.randn(5, 7, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for model, context in zip(models, (nullcontext, unfused), strict=True):
+        with context(), torch.autocast("cpu", BF16):
+            found.append(step(model, model, x, RECIPES["current"]))
+    assert found[0][0].dtype is BF16
+    for got, expected in zip(*found, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_an_mlp_is_repeated_by_a_checkpoint(name: str) -> None:
+    models = mlp(BF16, bias=False), mlp(BF16, bias=False)
+    x = torch.randn(5, 7, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
+    again = lambda x: minifloat.checkpoint(models[1], x)  # noqa: E731
+    for _ in range(2):
+        expected = step(models[0], models[0], x, RECIPES[name])
+        for got, wanted in zip(step(models[1], again, x, RECIPES[name]), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_what_does_not_fit_is_not_fused(width: int) -> None:
+    """An MLP whose second weight is of another width or dtype: errors, and casts, as ever."""
+    dtype = BF16 if width == 64 else torch.float32
+    model = ops.Sequential(
+        ops.BasicLinear(32, 96, dtype=BF16), ops.SwiGLU(), ops.BasicLinear(width, 32, dtype=dtype)
+    )
+    with minifloat.autocast(recipe=RECIPES["mxfp8"]), pytest.raises(ValueError, match="op 2 of 3"):
+        model(torch.randn(4, 32, dtype=BF16))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_norm_finds_the_amax_that_scales_its_cast(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read of x for both, where the scale of the tensor comes of its own amax."""
+    found = []
+
+    def noted(which: str, original: Any) -> Any:
+        def note(*args: Any, **how: Any) -> Any:
+            found.append(which)
+            return original(*args, **how)
+
+        return note
+
+    for which in ("norm_stats", "norm_stats_amax"):
+        monkeypatch.setattr(norms, which, noted(which, getattr(norms, which)))
+    model = mlp(BF16)
+    step(model, model, torch.randn(4, 32, dtype=BF16), RECIPES[name])
+    assert found == ["norm_stats_amax" if name in ("current", "custom") else "norm_stats"]
 
 
 def test_fusing_follows_the_recipe() -> None:

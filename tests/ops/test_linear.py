@@ -136,11 +136,6 @@ def test_arguments() -> None:
             cls(8, 8, tensor_parallel_mode="col")
     with pytest.raises(ValueError, match="dtype: got torch.float64"):
         ops.BasicLinear(8, 8, dtype=torch.float64)
-    for cls in (ops.ScaledSwiGLU, ops.ScaledSReLU, ops.ScaledClampedQGeGLU):
-        with pytest.raises(NotImplementedError, match="activation_recompute_in_mlp=True"):
-            cls(activation_recompute_in_mlp=True)
-    with minifloat.quantized_model_init(), pytest.raises(NotImplementedError, match="quantized_mo"):
-        ops.BasicLinear(8, 8)
     with pytest.raises(ValueError, match="Dropout: p: got 2"):
         ops.Dropout(2.0)
     with pytest.raises(ValueError, match=r"ScaledSReLU \(op 0 of 1\): scales: got shape \(3,\)"):

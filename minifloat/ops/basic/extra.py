@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ...tensors import QuantizedTensorStorage
 from ..basic_operation import BasicOperation
-from .values import plain
+from .values import folded, plain
 
 __all__ = ["AddExtraInput", "MakeExtraOutput"]
 
@@ -18,6 +19,19 @@ def _added(into: Any, x: Any, in_place: bool) -> Any:
     if not in_place or torch.compiler.is_compiling():
         return x + into
     return into.detach().add_(x)
+
+
+def _joining(into: Any, shape: tuple[int, ...], dtype: torch.dtype, in_place: bool) -> Any:
+    """What lets a product that makes a tensor of this shape and dtype add `into` on its way, as
+    fields of a linear operation's call; None: it cannot, add it afterwards."""
+    if isinstance(into, QuantizedTensorStorage) or into.dtype != dtype:
+        return None
+    if tuple(into.shape) != shape:  # it is broadcast
+        return None
+    in_place = in_place and not torch.compiler.is_compiling()
+    if in_place and not into.is_contiguous():
+        return None
+    return {"add": folded(into.detach()), "in_place": in_place}
 
 
 class AddExtraInput(BasicOperation):
@@ -37,8 +51,15 @@ class AddExtraInput(BasicOperation):
 
     def add(self, extra: Any, x: Any) -> Any:
         """The output."""
-        in_place = self._in_place and self._extra_input_channels[0] is None
-        return _added(plain(extra), plain(x), in_place)
+        return _added(plain(extra), plain(x), self._reuses)
+
+    def joining(self, extra: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """The same for a product that would make x: see `_joining`."""
+        return _joining(extra, shape, dtype, self._reuses)
+
+    @property
+    def _reuses(self) -> bool:
+        return self._in_place and self._extra_input_channels[0] is None
 
     def fuser_forward_save_ctx(
         self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
@@ -80,5 +101,12 @@ class MakeExtraOutput(BasicOperation):
         """The gradient of the input from those of both outputs."""
         if grad_extra is None or grad_output is None:
             return grad_output if grad_extra is None else grad_extra
-        in_place = self._in_place and self._extra_output_channels[0] is None
-        return _added(plain(grad_extra), plain(grad_output), in_place)
+        return _added(plain(grad_extra), plain(grad_output), self._reuses)
+
+    def joining(self, grad_extra: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """The same for a product that would make `grad_output`: see `_joining`."""
+        return None if grad_extra is None else _joining(grad_extra, shape, dtype, self._reuses)
+
+    @property
+    def _reuses(self) -> bool:
+        return self._in_place and self._extra_output_channels[0] is None

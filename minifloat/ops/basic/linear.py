@@ -11,8 +11,9 @@ from torch import nn
 
 from ...core import collectives
 from ...core.linear import Call, Gradient, Linear, fprop, stored
-from ...parameters import default_device, main_grad
+from ...parameters import default_device, main_grad, quantized_parameter, quantized_weight
 from ...recipe.autocast import STATE
+from ...tensors import QuantizedTensorStorage
 from ..context import OperationContext
 from ..group import group_of
 from ..handover import GradientTaker, Handed, InputTaker, takes_gradients, takes_inputs
@@ -28,7 +29,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class BasicLinear(QuantizedOperation):
     """`y = x w^T` of `x[..., in_features]` and `weight[out_features, in_features]`.
 
-    It computes with `core.linear`, as `minifloat.Linear` does. Tensor-parallel, it has this rank's
+    It computes with `core.linear`, as `minifloat.Linear` does; made inside `quantized_model_init`,
+    it holds a quantized weight, as that does. Tensor-parallel, it has this rank's
     columns ("column") or rows ("row") of the weight, and communicates as `sequence_parallel` says.
     """
 
@@ -61,13 +63,10 @@ class BasicLinear(QuantizedOperation):
                 f"BasicLinear: tensor_parallel_mode: got {tensor_parallel_mode!r}; allowed: None, "
                 "'column', 'row'"
             )
-        if STATE.init is not None:
-            raise NotImplementedError(
-                "BasicLinear inside quantized_model_init: its weight is not quantized; construct "
-                "it outside, or use minifloat.Linear"
-            )
         device = default_device(device)
         super().__init__(device)
+        self._init_recipe, self._preserve = STATE.init, STATE.preserve
+        self._probe: Any = None  # while somebody looks at the operands
         tp = None if tensor_parallel_mode is None else group_of(tensor_parallel_group)
         self._tp = tp
         self.tensor_parallel_mode = tensor_parallel_mode if tp is not None else None
@@ -108,6 +107,16 @@ class BasicLinear(QuantizedOperation):
             with tracker().fork():
                 nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5.0))
         self.delayed.reset()
+        if self._init_recipe is not None:
+            roles = self.get_quantizer_roles(fwd=True, num_quantizers=3)
+            self.weight = quantized_parameter(
+                self.weight.detach(), self._init_recipe, roles, self.delayed, self._preserve
+            )
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether the weight itself is quantized."""
+        return self._init_recipe is not None
 
     # ------------------------------------------------------------------------------ before a call
     def begin(
@@ -144,12 +153,20 @@ class BasicLinear(QuantizedOperation):
             None,
             *into,
             seed,
+            probe=self._probe,
         )
         return {"begun": begun, "call": call}
 
     def takes_inputs(self, recipe: Any) -> bool:
         """Whether the previous operation may hand it quantized operands."""
         return recipe is not None and self._takes_input(recipe.plan(*self._roles(recipe)))
+
+    def repeats_input(self, recipe: Any) -> bool:
+        """Whether backward can make the quantized input again, from what it was computed of."""
+        if recipe is None or self.tensor_parallel_mode is not None:
+            return False
+        plan = recipe.plan(*self._roles(recipe))
+        return self._takes_input(plan) and not plan.x_col.stochastic
 
     def takes_gradients(self, recipe: Any) -> bool:
         """Whether the next operation may hand it a quantized gradient."""
@@ -182,8 +199,13 @@ class BasicLinear(QuantizedOperation):
         ctx.save_for_backward(*tensors_to_save)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, Iterable[Any]]:
+        return self.differentiate(ctx, grad_output, ctx.call)
+
+    def differentiate(
+        self, ctx: OperationContext, grad_output: Any, call: Call
+    ) -> tuple[Any, Iterable[Any]]:
+        """(gradient of the input, of the parameter); `call` is the context's, or made of it."""
         assert ctx.saved_tensors is not None
-        call = ctx.call
         if isinstance(grad_output, Gradient):
             g: Any = grad_output
         else:
@@ -194,10 +216,8 @@ class BasicLinear(QuantizedOperation):
         return g, (dw,)
 
     def multiply(self, input_: Any, bias: Any, call: Call) -> tuple[Any, Any]:
-        """(`x w^T + bias`, tensors to save)."""
-        weight: Any = self.weight
-        if call.plan.w_row.layout[0] is None and weight.dtype != call.dtype:
-            weight = weight.to(call.dtype)
+        """(`x w^T + bias`, and what `call` adds, tensors to save)."""
+        weight = self.weight_of(call)
         if isinstance(input_, Handed):
             return self._of_operands(input_, weight, bias, call)
         x = plain(input_).to(call.dtype)
@@ -215,6 +235,20 @@ class BasicLinear(QuantizedOperation):
             saved = (*saved, *kept)
             lead = link.leading(lead, argument)
         return y.reshape(*lead, y.shape[-1]), saved
+
+    def weight_of(self, call: Call) -> Any:
+        """The weight as the call's plan reads it."""
+        weight: Any = self.weight
+        if isinstance(weight, QuantizedTensorStorage):
+            weight = quantized_weight(weight, call.plan, self._where())
+        if call.plan.w_row.layout[0] is None and weight.dtype != call.dtype:
+            return weight.to(call.dtype)
+        return weight
+
+    def output_shape(self, input_: Any) -> tuple[int, ...]:
+        """Of this rank's part of `x w^T`."""
+        lead = input_.lead if isinstance(input_, Handed) else tuple(input_.shape[:-1])
+        return (*lead, self.local_out_features)
 
     def _of_operands(self, handed: Handed, weight: Any, bias: Any, call: Call) -> tuple[Any, Any]:
         y, kept_w = fprop(handed.row, weight, bias, call)

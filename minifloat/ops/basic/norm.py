@@ -13,7 +13,7 @@ from ...core.norm import Norm, NormCall
 from ...parameters import default_device
 from ..basic_operation import BasicOperation
 from ..context import OperationContext
-from .values import matrix, plain
+from .values import folded, matrix, plain
 
 __all__ = ["L2Normalization", "LayerNorm", "NormOperation", "RMSNorm"]
 
@@ -86,9 +86,13 @@ class NormOperation(BasicOperation):
         needs: tuple[bool, bool, bool],
         dtype: torch.dtype | None,
         lazy: bool = False,
+        amax: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """(the result as a matrix, made or, if `lazy`, to be made; tensors to save)."""
+        """(the result as a matrix, made or, if `lazy`, to be made; tensors to save).
+
+        `amax`: the read for the statistics finds the amax of the result as well.
+        """
         x = plain(input_)
         if tuple(x.shape[x.dim() - len(self._shape) :]) != self._shape:
             raise ValueError(
@@ -96,8 +100,9 @@ class NormOperation(BasicOperation):
             )
         gamma = self.weight.reshape(-1)
         beta = None if self.rms else self.bias.reshape(-1)
-        call = self._call(x, needs, dtype)._replace(lazy=lazy)
-        y, saved = Norm.compute(x.reshape(-1, gamma.shape[0]), (gamma, beta), call)
+        call = self._call(x, needs, dtype)._replace(lazy=lazy, amax=amax)
+        rows = folded(x) if len(self._shape) == 1 else x.reshape(-1, gamma.shape[0])
+        y, saved = Norm.compute(rows, (gamma, beta), call)
         return y, saved
 
     def _call(self, x: Any, needs: tuple[bool, bool, bool], dtype: Any) -> NormCall:

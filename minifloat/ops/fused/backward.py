@@ -20,26 +20,36 @@ Gradients = tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]
 
 
 class BackwardLinearAdd(FusedOperation):
-    """`MakeExtraOutput` and a linear operation: `dx = dy w + d(extra)`, in the latter's memory."""
+    """`MakeExtraOutput` and a linear operation: `dx = dy w + d(extra)`, in the latter's memory: the
+    product adds it, if it can."""
 
     def fuser_backward(
         self, basic_op_ctxs: list[Any], grad_output: Any, *, basic_op_grad_extra_outputs: list[Any]
     ) -> Gradients:
         extra, linear = self.basic_ops
-        dx, params = linear.op_backward(basic_op_ctxs[1], grad_output)
-        grad_extra = basic_op_grad_extra_outputs[0][0]
+        ctx, grad_extra = basic_op_ctxs[1], basic_op_grad_extra_outputs[0][0]
+        call, joining = ctx.call, None
+        if call.needs[0] and linear.tensor_parallel_mode is None:
+            shape = (*ctx.lead, linear.local_in_features)
+            joining = extra.joining(grad_extra, shape, call.dtype)
+        if joining is not None:
+            dx, params = linear.differentiate(ctx, grad_output, call._replace(**joining))
+            return dx, [(), params], [(), ()]
+        dx, params = linear.op_backward(ctx, grad_output)
         return extra.join(dx, grad_extra), [(), params], [(), ()]
 
 
 class BackwardLinearScale(FusedOperation):
-    """A linear operation and `ConstantScale`: the gradient is scaled, then multiplied."""
+    """A linear operation and `ConstantScale`: its products scale their results. What is cast is the
+    gradient as it comes, before it is scaled, which delayed scaling's amaxes show."""
 
     def fuser_backward(
         self, basic_op_ctxs: list[Any], grad_output: Any, *, basic_op_grad_extra_outputs: list[Any]
     ) -> Gradients:
         linear, scale = self.basic_ops
-        grad, _ = scale.op_backward(basic_op_ctxs[1], grad_output)
-        dx, params = linear.op_backward(basic_op_ctxs[0], grad)
+        ctx = basic_op_ctxs[0]
+        call = ctx.call._replace(alpha=scale.scale)
+        dx, params = linear.differentiate(ctx, grad_output, call)
         return dx, [params, ()], [(), ()]
 
 

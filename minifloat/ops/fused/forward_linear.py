@@ -16,14 +16,6 @@ Outputs = Iterable[Iterable[Any]]
 class _ForwardLinear(FusedOperation):
     """A linear operation first; the others record what they need of shapes and dtypes only."""
 
-    def _product(self, input_: Any, fwd_kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """(`x w^T`, plus the bias of a Bias that follows, tensors to save)."""
-        call = fwd_kwargs["basic_op_kwargs"][0]["call"]
-        bias = None
-        if isinstance(self.basic_ops[1], Bias):
-            bias = self.basic_ops[1].bias.to(call.dtype)
-        return self.basic_ops[0].multiply(input_, bias, call)  # type: ignore[no-any-return]
-
     def fuser_forward_save_ctx(
         self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
     ) -> None:
@@ -33,12 +25,16 @@ class _ForwardLinear(FusedOperation):
             op.fuser_forward_save_ctx([ctx], input_, saved, **self.basic_kwargs(i, fwd_kwargs))
 
     def fuser_forward_compute(self, input_: Any, **fwd_kwargs: Any) -> tuple[Any, Outputs, Any]:
-        y, saved = self._product(input_, fwd_kwargs)
-        return self._finished(y, fwd_kwargs), [() for _ in self.basic_ops], saved
+        call = fwd_kwargs["basic_op_kwargs"][0]["call"]
+        y, saved = self._product(input_, call, fwd_kwargs)
+        return y, [() for _ in self.basic_ops], saved
 
-    def _finished(self, y: Any, fwd_kwargs: dict[str, Any]) -> Any:
-        """What follows the product, and its bias."""
-        return y
+    def _product(self, input_: Any, call: Any, fwd_kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """(`x w^T` as the call says, plus the bias of a Bias that follows, tensors to save)."""
+        bias = None
+        if isinstance(self.basic_ops[1], Bias):
+            bias = self.basic_ops[1].bias.to(call.dtype)
+        return self.basic_ops[0].multiply(input_, bias, call)  # type: ignore[no-any-return]
 
 
 class ForwardLinearBiasActivation(_ForwardLinear):
@@ -47,15 +43,22 @@ class ForwardLinearBiasActivation(_ForwardLinear):
 
 
 class ForwardLinearBiasAdd(_ForwardLinear):
-    """`x w^T (+ bias) + extra`, in the memory of `extra`."""
+    """`x w^T (+ bias) + extra`, in the memory of `extra`: the product adds it, if it can."""
 
-    def _finished(self, y: Any, fwd_kwargs: dict[str, Any]) -> Any:
-        return self.basic_ops[-1].add(fwd_kwargs["basic_op_extra_inputs"][-1][0], y)
+    def _product(self, input_: Any, call: Any, fwd_kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        linear, add = self.basic_ops[0], self.basic_ops[-1]
+        extra = fwd_kwargs["basic_op_extra_inputs"][-1][0]
+        joining = None
+        if linear.tensor_parallel_mode is None:
+            joining = add.joining(extra, linear.output_shape(input_), call.dtype)
+        if joining is not None:
+            return super()._product(input_, call._replace(**joining), fwd_kwargs)
+        y, saved = super()._product(input_, call, fwd_kwargs)
+        return add.add(extra, y), saved
 
 
-class ForwardLinearScaleAdd(_ForwardLinear):
-    """`scale x w^T + extra`, in the memory of `extra`."""
+class ForwardLinearScaleAdd(ForwardLinearBiasAdd):
+    """`scale x w^T + extra`, in the memory of `extra`: the product scales and adds, if it can."""
 
-    def _finished(self, y: Any, fwd_kwargs: dict[str, Any]) -> Any:
-        y = y * self.basic_ops[1].scale
-        return self.basic_ops[-1].add(fwd_kwargs["basic_op_extra_inputs"][-1][0], y)
+    def _product(self, input_: Any, call: Any, fwd_kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return super()._product(input_, call._replace(alpha=self.basic_ops[1].scale), fwd_kwargs)

@@ -43,4 +43,5 @@ class ForwardNormQuantize(_ForwardQuantize):
     """A norm, and the cast of its result."""
 
     def _produced(self, op: Any, input_: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return op.produce(input_, lazy=True, **kwargs)  # type: ignore[no-any-return]
+        amax = kwargs["next_op_input_quantizer"].wants_amax
+        return op.produce(input_, lazy=True, amax=amax, **kwargs)  # type: ignore[no-any-return]
