@@ -20,8 +20,9 @@ from .. import library, scalars
 from ..operands import activation_backward, operands
 from ..producer import Producer
 from ..producers import activated, activation_gradient
-from .linear import Call, Gradient, cast_gradient, dgrad, finish, fprop, wgrad
+from .linear import Call, Gradient, cast_gradient, dgrad, finish, fprop, probed_gradient, wgrad
 from .link import Link
+from .probe import X_COL, X_ROW, probed
 
 __all__ = ["ActivatedCall", "ActivatedLinear", "Activation", "ActivationCall", "fusable"]
 
@@ -84,8 +85,9 @@ class ActivatedLinear(Link):
         if live is not None and need_dw and library.traced():
             # Backward scales the column copy by it, when it has moved on.
             live = (scalars.snapshot(live[0]), live[1])
+        x = activated(h, both.activation, call.dtype)
         x_row, _ = operands(
-            activated(h, both.activation, call.dtype),
+            x,
             plan.x_row,
             None,
             live=live,
@@ -94,7 +96,8 @@ class ActivatedLinear(Link):
             after=call.after,
         )
         assert x_row is not None
-        y, kept_w = fprop(x_row, weight, bias, call)
+        a = x_row if call.probe is None else probed(X_ROW, x_row, x, call)
+        y, kept_w = fprop(a, weight, bias, call)
         # What the column copy is scaled by: forward's amax, or its delayed scale.
         known = x_row.amax if need_dw and not plan.x_row.tiled else None
         return y, (h if need_dw or call.needs[0] else None, known, *kept_w)
@@ -132,10 +135,15 @@ class ActivatedLinear(Link):
                 dtype=call.dtype,
                 dbias=before.needs[2],
             )
+            if before.probe is not None:
+                dh = activation_gradient(h, dy, both.activation, call.dtype)
+                d_row, d_col = probed_gradient(d_row, d_col, dh, before)
             made = Gradient(d_row, d_col, of_bias, (h.shape[0], h.shape[1]))
         elif x_col is not None:
             x = activated(h, both.activation, call.dtype)
             of_x = operands(x, None, x_col, live=live, amax=amax, after=g_col.data)[1]
+        if call.probe is not None and of_x is not None:
+            of_x = probed(X_COL, of_x, activated(h, both.activation, call.dtype), call)
         del dy, h
         dw = wgrad(g_col, of_x, call) if x_col is not None else None
         finish(call)

@@ -1,4 +1,4 @@
-"""The three products of a linear layer, once for all members of a group:
+"""The three products of `core.linear`, once for all members of a group:
 
     fprop   y[r_e]  = x[r_e] w_e^T + b_e
     dgrad   dx[r_e] = g[r_e] w_e
@@ -6,7 +6,8 @@
 
 with `r_e` the rows of member e. Each member's rows and each weight are cast by themselves, so that
 a member is computed as a layer of its own would. A `Call` is that of `core.linear`, with scales and
-amaxes of each member where those have one; `sizes` is a tensor, and nothing here reads it.
+amaxes of each member where those have one. Sizes are a tensor, and nothing here reads it: inputs
+and gradients are cast `spread`, weights are equal members.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import library, ragged
-from ..formats import Cast
+from .. import ragged, spread
+from ..formats import HIGH, Cast
 from ..grouped_gemm import Grouped, contraction, rows, sums
 from ..layout import part_names
-from ..operands import Live
+from ..operands import Live, one_call
 from ..quantizers import UsageError
 from ..recipe.plan import Plan
-from ..tensors import GroupedTensorStorage
-from .linear import NONE, Call, Parts, Workspace, finish, stored, tally
+from ..spread import Members
+from ..tensors import GroupedTensorStorage, QuantizedTensorStorage
+from . import linear
+from .group_probe import probed_group
+from .linear import DGRAD, FPROP, NONE, Call, Parts, Workspace, finish, product, stored
+from .probe import G_COL, G_ROW, W_COL, W_ROW, X_COL, X_ROW, dense, precise
 
 __all__ = ["GroupedLinear", "quantized_weights", "weight_operands", "wgrad"]
 
-_HIGH = Cast("high_precision")
+_QUANTIZED = (GroupedTensorStorage, QuantizedTensorStorage)
 
 
 class GroupedLinear:
@@ -43,118 +48,150 @@ class GroupedLinear:
         sizes, x, bias, *weights = tensors
         plan, (need_dx, need_dw, _) = call.plan, call.needs
         need_col = need_dw and not plan.override and not call.save_input
-        x_row, x_col = _input(x, sizes, call, need_col)
-        w_row = _weight_row(weights, call)
-        a = tally(0, x_row, w_row, call)  # type: ignore[arg-type]
-        y = rows(a, w_row, sizes, call.dtype, bias=bias, fast=plan.fast[0])  # type: ignore[arg-type]
+        group = spread.members(sizes, x.shape[0])
+        x_row, x_col = _input(x, group, call, need_col)
+        w_row, kept_w = _weights(weights, call)
+        if call.probe is not None:
+            x_row, x_col, w_row = _probed(x_row, x_col, w_row, x, weights, sizes, call)
+        by: Any = {"multiply": rows, "members": group}
+        y = product(FPROP, x_row, w_row, call, call.dtype, bias=bias, **by)
         kept_x: Parts = NONE
-        if plan.override == "dequantized" and need_dw:
+        if need_dw and precise(2, call):
+            kept_x = x, None, None
+        elif plan.override == "dequantized" and need_dw:
             kept_x = x_row.data, x_row.scale, x_row.amax
         elif x_col is not None:
             kept_x = x_col.data, x_col.scale, x_col.amax
         elif need_dw:
             kept_x = x, None, None
         if not need_dx:
-            return y, [sizes, *kept_x], len(weights)
-        kept_w = NONE if call.workspace is None else call.workspace[1]
-        # Backward casts the weight again, by the scale of now.
-        live = call.live[1] if call.workspace is None or plan.override else None
-        scale = None if live is None else live[0]
-        if scale is not None and not library.traced():  # a graph was given a copy
-            scale = scale.clone()
-        dense = weights[0] if call.workspace is None or plan.override else None
-        return y, [sizes, *kept_x, *kept_w, dense, scale], len(weights)
+            return y, [*group, *kept_x], len(weights)
+        whole = None
+        if call.probe is not None and (precise(1, call) or not isinstance(weights[0], _QUANTIZED)):
+            whole = dense(_flat(weights)).reshape(sizes.shape[0], -1, call.features)
+        return y, [*group, *kept_x, *kept_w, whole], len(weights)
 
     @staticmethod
     def backward(
         call: Call, note: int, saved: list[Any], grads: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        sizes, kept_x, kept_w = saved[0], saved[1:4], saved[4:]
+        kept_x, kept_w = saved[3:6], saved[6:]
+        group = Members(*saved[:3])
         saved.clear()
         (grad,) = grads
         if grad is None:
             return None, None, None, *(None,) * note
-        plan, (need_dx, need_dw, need_db) = call.plan, call.needs
-        g_row, g_col = _gradient(grad, sizes, call)
+        need_dx, need_dw, need_db = call.needs
+        sizes, num = group.sizes, group.num
+        g_row, g_col = _gradient(grad, group, call)
+        if call.probe is not None:
+            if g_row is not None:
+                g_row = probed_group(G_ROW, g_row, grad, sizes, num, call)
+            if g_col is not None:
+                g_col = probed_group(G_COL, g_col, grad, sizes, num, call)
         db = sums(grad, sizes) if need_db else None
-        dws: tuple[Any, ...] = (None,) * note
-        if need_dw:
-            assert g_col is not None
-            x_col = _input_col(kept_x, sizes, call, grad.shape[0])
-            kept_x.clear()
-            dw = wgrad(g_col, x_col, sizes, call)
-            del x_col
-            if dw is not None:
-                dws = (dw,) if note == 1 else tuple(dw.unbind(0))
-        del g_col
+        # dgrad first: the weights' copy is the largest operand, and gone before dw is there.
         dx = None
         if need_dx:
             assert g_row is not None
-            w_col = _weight_col(kept_w, sizes.shape[0], grad.shape[1], call)
-            g = tally(1, g_row, w_col, call)  # type: ignore[arg-type]
-            dx = rows(g, w_col, sizes, call.dtype, fast=plan.fast[1])  # type: ignore[arg-type]
+            w_col = _weight_col(kept_w, num, grad.shape[1], call)
+            if call.probe is not None:
+                w_col = probed_group(W_COL, w_col, kept_w[3], None, num, call)
+            kept_w.clear()
+            by: Any = {"multiply": rows, "members": group}
+            dx = product(DGRAD, g_row, w_col, call, call.dtype, **by)
+            del w_col
+        del g_row
+        dws: tuple[Any, ...] = (None,) * note
+        if need_dw:
+            assert g_col is not None
+            x_col = _input_col(kept_x, group, call, grad.shape[0])
+            kept_x.clear()
+            dw = wgrad(g_col, x_col, group, call)
+            if dw is not None:
+                dws = (dw,) if note == 1 else tuple(dw.unbind(0))
         finish(call)
         return None, dx, db, *dws
 
 
-def wgrad(g_col: Grouped, x_col: Grouped, sizes: Tensor, call: Call) -> Any:
+def wgrad(g_col: Grouped, x_col: Grouped, group: Members, call: Call) -> Any:
     """The weights' gradients `[E, N, K]`, or None once `main_grad` has them, or where deferred.
 
     `main_grad` is one tensor of that shape, or a tuple of one for each member.
     """
     if call.defer is not None:
-        call.defer(g_col, x_col, sizes, call._replace(defer=None))
+        call.defer(g_col, x_col, group, call._replace(defer=None))
         return None
+    by: Any = {"multiply": contraction, "members": group}
     out: Any = call.main_grad
-    fast = call.plan.fast[2]
-    a: Any = tally(2, g_col, x_col, call)  # type: ignore[arg-type]
-    if out is None:
-        return contraction(a, x_col, sizes, call.grad_dtype, fast=fast)
-    several = isinstance(out, tuple)
-    made = contraction(a, x_col, sizes, (out[0] if several else out).dtype, fast=fast)
-    for into, dw in zip(out, made.unbind(0), strict=True) if several else ((out, made),):
-        if call.overwrite:
-            into.copy_(dw)
-        else:
-            into.add_(dw)
-    if call.dummy is None:
-        return None
-    make = torch.zeros if call.dummy else torch.empty
-    return make(made.shape, dtype=call.grad_dtype, device=made.device)
+    if not isinstance(out, tuple):
+        return linear.wgrad(g_col, x_col, call, **by)
+    made = product(linear.WGRAD, g_col, x_col, call, out[0].dtype, **by)
+    change = torch._foreach_copy_ if call.overwrite else torch._foreach_add_
+    change(list(out), list(made.unbind(0)))
+    return linear.stand_in(made.shape, call, made.device)
 
 
 # ----------------------------------------------------------------------------------------- operands
-def _input(x: Tensor, sizes: Tensor, call: Call, need_col: bool) -> tuple[Grouped, Grouped | None]:
-    plan, num = call.plan, sizes.shape[0]
+def _probed(
+    x_row: Grouped,
+    x_col: Grouped | None,
+    w_row: Grouped,
+    x: Tensor,
+    weights: list[Any],
+    sizes: Tensor,
+    call: Call,
+) -> tuple[Grouped, Grouped | None, Grouped]:
+    """Forward's operands, as the probe of `call` leaves them."""
+    num = sizes.shape[0]
+    x_row = probed_group(X_ROW, x_row, x, sizes, num, call)
+    if x_col is not None:
+        x_col = probed_group(X_COL, x_col, x, sizes, num, call)
+    return x_row, x_col, probed_group(W_ROW, w_row, _flat(weights), None, num, call)
+
+
+def _flat(weights: list[Any]) -> Any:
+    """What the weights are: one tensor, or several quantized ones."""
+    return weights if len(weights) > 1 else weights[0]
+
+
+def _input(x: Tensor, group: Members, call: Call, need_col: bool) -> tuple[Grouped, Grouped | None]:
+    plan = call.plan
     col = plan.x_col if need_col else None
     derived = plan.col_from_row[0]
     first = None if derived else col
-    x_row, x_col = _cast(x, sizes, num, plan.x_row, first, call.live[0], call.seed)
+    x_row, x_col = _cast(x, group, plan.x_row, first, call.live[0], call.seed)
     assert x_row is not None
     if col is not None and derived:
-        again = _values(x_row, sizes, num, x.dtype)
-        x_col = _cast(again, sizes, num, None, col, None, call.seed)[1]
+        again = _values(x_row, group, x.dtype)
+        x_col = _cast(again, group, None, col, None, call.seed)[1]
     return x_row, x_col
 
 
-def _input_col(kept: list[Any], sizes: Tensor, call: Call, m: int) -> Grouped:
-    plan, num = call.plan, sizes.shape[0]
+def _input_col(kept: list[Any], group: Members, call: Call, m: int) -> Grouped:
+    plan = call.plan
     data, scale, amax = kept
     shape = (m, call.features)
-    if plan.override == "dequantized":
-        row = Grouped(data, scale, amax, plan.x_row, shape, False)
-        return _high(_values(row, sizes, num, call.dtype), True)
-    if plan.override:
-        return _high(data, True)
-    if call.save_input:
-        made = _cast(data, sizes, num, None, plan.x_col, None, call.seed)[1]
+    made: Grouped | None
+    if precise(2, call):
+        made = _high(data, True)
+    elif plan.override == "dequantized":
+        row = Grouped(data, scale, amax, plan.x_row, shape, False, True)
+        made, data = _high(_values(row, group, call.dtype), True), None
+    elif plan.override:
+        made = _high(data, True)
+    elif call.save_input:
+        made = _cast(data, group, None, plan.x_col, None, call.seed)[1]
         assert made is not None
-        return made
-    return Grouped(data, scale, amax, plan.x_col, shape, True)
+    else:
+        return Grouped(data, scale, amax, plan.x_col, shape, True, data.dtype is torch.uint8)
+    if call.probe is not None:
+        made = probed_group(X_COL, made, data, group.sizes, group.num, call)
+    return made
 
 
-def _gradient(grad: Tensor, sizes: Tensor, call: Call) -> tuple[Grouped | None, Grouped | None]:
-    plan, (need_dx, need_dw, _), num = call.plan, call.needs, sizes.shape[0]
+def _gradient(grad: Tensor, group: Members, call: Call) -> tuple[Grouped | None, Grouped | None]:
+    plan, (need_dx, need_dw, _) = call.plan, call.needs
     if plan.override:
         return _high(grad, False), _high(grad, True)
     row = plan.g_row if need_dx else None
@@ -163,63 +200,59 @@ def _gradient(grad: Tensor, sizes: Tensor, call: Call) -> tuple[Grouped | None, 
     if row is None and col is None:
         return None, None
     if col is not None and plan.col_from_row[2]:
-        first = _cast(grad, sizes, num, plan.g_row, None, live, seed)[0]
+        first = _cast(grad, group, plan.g_row, None, live, seed)[0]
         assert first is not None
-        again = _values(first, sizes, num, grad.dtype)
-        return first, _cast(again, sizes, num, None, col, None, seed)[1]
-    return _cast(grad, sizes, num, row, col, live, seed)
+        again = _values(first, group, grad.dtype)
+        return first, _cast(again, group, None, col, None, seed)[1]
+    return _cast(grad, group, row, col, live, seed)
 
 
-def _weight_row(weights: list[Any], call: Call) -> Grouped:
-    plan, k = call.plan, call.features
-    if call.workspace is not None:
-        data, scale, amax = call.workspace[0]
-        assert data is not None
-        first = weights[0]
-        m = first.shape[0] * (first.shape[1] if len(weights) == 1 else len(weights))
-        return Grouped(data, scale, amax, plan.w_row, (m, k), False)
-    weight = weights[0]
-    made = _cast(weight.reshape(-1, k), None, weight.shape[0], plan.w_row, None, call.live[1])[0]
-    assert made is not None
-    return made
+def _weights(weights: list[Any], call: Call) -> tuple[Grouped, Parts]:
+    """The row operand of the weights, and what backward makes their column operand of.
+
+    Both copies are made at once, and the column copy is kept, a byte for each element: a weight is
+    most of what a step of experts reads (a second cast at 64 x (512, 2048 -> 2048) was a tenth of
+    the step).
+    """
+    plan, first = call.plan, weights[0]
+    copies = call.workspace
+    if copies is None:
+        col = call.needs[0] and not plan.override
+        copies = weight_operands(first, plan, call.live[1], col)
+    data, scale, amax = copies[0]
+    assert data is not None
+    m = first.shape[0] * (first.shape[1] if len(weights) == 1 else len(weights))
+    row = Grouped(data, scale, amax, plan.w_row, (m, call.features), False)
+    if not call.needs[0]:
+        return row, NONE
+    if not plan.override:
+        return row, copies[1]
+    if plan.override == "high_precision" and not isinstance(first, _QUANTIZED):
+        return row, (first.reshape(m, call.features), None, None)
+    return row, copies[0]
 
 
 def _weight_col(kept: list[Any], num: int, n: int, call: Call) -> Grouped:
-    """The weights' column operand: from their workspace, or cast again."""
-    plan, k = call.plan, call.features
-    data, scale, amax, weight, of_forward = kept
-    shape = (num * n, k)
-    if plan.override == "high_precision":
-        return _high(weight.reshape(shape), True)
-    live = None if of_forward is None else (of_forward, None)
-    if plan.override:
-        if call.workspace is not None:
-            row: Grouped | None = _weight_row([weight], call)
-        else:
-            row = _cast(weight.reshape(shape), None, num, plan.w_row, None, live)[0]
-        assert row is not None
-        return _high(_values(row, None, num, call.dtype), True)
-    if data is not None:
+    """The weights' column operand."""
+    plan = call.plan
+    data, scale, amax = kept[:3]
+    shape = (num * n, call.features)
+    if not plan.override:
         return Grouped(data, scale, amax, plan.w_col, shape, True)
-    weight = weight.reshape(shape)
-    if plan.col_from_row[1]:
-        first = _cast(weight, None, num, plan.w_row, None, live)[0]
-        assert first is not None
-        weight, live = _values(first, None, num, weight.dtype), None
-    made = _cast(weight, None, num, None, plan.w_col, live)[1]
-    assert made is not None
-    return made
+    return _high(
+        _values(Grouped(data, scale, amax, plan.w_row, shape, False), num, call.dtype), True
+    )
 
 
 def weight_operands(weight: Tensor, plan: Plan, live: Live | None, col: bool) -> Workspace:
     """Both copies of weights `[E, N, K]` as a workspace keeps them."""
     num, n, k = weight.shape
     of_col = plan.w_col if col and not plan.col_from_row[1] else None
-    row, made = _cast(weight.reshape(num * n, k), None, num, plan.w_row, of_col, live)
+    row, made = _cast(weight.reshape(num * n, k), num, plan.w_row, of_col, live)
     assert row is not None
     if col and plan.col_from_row[1]:
-        again = _values(row, None, num, weight.dtype)
-        made = _cast(again, None, num, None, plan.w_col, None)[1]
+        again = _values(row, num, weight.dtype)
+        made = _cast(again, num, None, plan.w_col, None)[1]
     return row[:3], NONE if made is None else made[:3]
 
 
@@ -256,20 +289,20 @@ def _side_by_side(weights: list[Any], col: bool) -> Parts:
 # -------------------------------------------------------------------------------------------- casts
 def _cast(
     x: Tensor,
-    sizes: Tensor | None,
-    num: int,
+    group: Members | int,
     row: Cast | None,
     col: Cast | None,
     live: Live | None,
     seed: Tensor | None = None,
 ) -> tuple[Grouped | None, Grouped | None]:
-    """(row, column) operands of `x[M, K]`; None stays None. `live` casts with given scales."""
-    if live is not None:
-        return _scaled(x, sizes, num, row, col, live)
-    if row is not None and col is not None and not _together(row, col):
+    """(row, column) operands of `x[M, K]`; None stays None. `live` casts with given scales.
+
+    `group` are the members of x, spread in the result; or how many equal ones it has.
+    """
+    if row is not None and col is not None and live is None and not one_call(row, col):
         return (
-            _cast(x, sizes, num, row, None, None, seed)[0],
-            _cast(x, sizes, num, None, col, None, seed)[1],
+            _cast(x, group, row, None, None, seed)[0],
+            _cast(x, group, None, col, None, seed)[1],
         )
     cast = row if row is not None else col
     assert cast is not None
@@ -280,9 +313,9 @@ def _cast(
             None if row is None else Grouped(x, None, None, row, (m, k), False),
             None if col is None else Grouped(x, None, None, col, (m, k), True),
         )
-    made = ragged.quantize(x, sizes, num, row, col, seed=seed)
-    found = dict(zip(part_names(row, col), made, strict=False))
+    found = _parts_of(x, group, row, col, live, seed)
     shared = found.get("scale")
+    spreads = not isinstance(group, int)
     out: list[Grouped | None] = []
     for prefix, one in (("row_", row), ("col_", col)):
         if one is None:
@@ -290,44 +323,43 @@ def _cast(
             continue
         scale = found.get(f"{prefix}scale", shared)
         amax = found.get(f"{prefix}amax")
-        out.append(Grouped(found[f"{prefix}data"], scale, amax, one, (m, k), prefix == "col_"))
+        data = found[f"{prefix}data"]
+        out.append(Grouped(data, scale, amax, one, (m, k), prefix == "col_", spreads))
     return out[0], out[1]
 
 
-def _scaled(
+def _parts_of(
     x: Tensor,
-    sizes: Tensor | None,
-    num: int,
+    group: Members | int,
     row: Cast | None,
     col: Cast | None,
-    live: Live,
-) -> tuple[Grouped | None, Grouped | None]:
+    live: Live | None,
+    seed: Tensor | None,
+) -> dict[str, Tensor]:
+    """The buffers of a cast by the names of `layout.parts`."""
+    if live is None:
+        if not isinstance(group, int):
+            return spread.quantize(x, group, row, col, seed=seed)
+        made = ragged.quantize(x, None, group, row, col, seed=seed)
+        return dict(zip(part_names(row, col), made, strict=False))
     cast = row if row is not None else col
     assert cast is not None
-    scale, amax = live
-    made = ragged.quantize_scaled(
-        x, sizes, num, scale, cast, row=row is not None, col=col is not None
-    )
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, made[-1]))
-    shape = (x.shape[0], x.shape[1])
-    return (
-        None if row is None else Grouped(made[0], made[-2], None, row, shape, False),
-        None if col is None else Grouped(made[-3], made[-2], None, col, shape, True),
-    )
+    scale, seen = live
+    directions = {"row": row is not None, "col": col is not None}
+    if isinstance(group, int):
+        made = ragged.quantize_scaled(x, None, group, scale, cast, **directions, seen=seen)
+        return dict(zip(part_names(row, col), made, strict=False))
+    return spread.quantize_scaled(x, group, scale, cast, **directions, seen=seen)
 
 
-def _together(row: Cast, col: Cast) -> bool:
-    """Whether one call makes both copies: the formats agree up to what a direction may add."""
-    return row.format_name == col.format_name and row.layout[0] is not None
-
-
-def _values(g: Grouped, sizes: Tensor | None, num: int, dtype: torch.dtype) -> Tensor:
+def _values(g: Grouped, group: Members | int, dtype: torch.dtype) -> Tensor:
     """The values of a row operand."""
     if g.data.dtype is not torch.uint8:
         return g.data.to(dtype)
-    return ragged.dequantize((g.data, g.scale, g.amax), sizes, num, g.cast, g.shape, dtype)
+    if isinstance(group, int):
+        return ragged.dequantize((g.data, g.scale, g.amax), None, group, g.cast, g.shape, dtype)
+    return spread.dequantize(g.data, g.scale, g.amax, group, g.cast, g.shape, dtype)
 
 
 def _high(x: Tensor, col: bool) -> Grouped:
-    return Grouped(x, None, None, _HIGH, (x.shape[0], x.shape[1]), col)
+    return Grouped(x, None, None, HIGH, (x.shape[0], x.shape[1]), col)

@@ -10,13 +10,14 @@ of this call, and nothing here reads any of those.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import dispatch, library, scalars
-from ..formats import Cast, Operand
+from ..formats import HIGH, Operand
 from ..gemm import gemm
 from ..operands import Live, column, operands
 from ..producers import Lazy
@@ -24,8 +25,12 @@ from ..recipe.delayed import Slots, update
 from ..recipe.plan import Plan
 from ..tensors import QuantizedTensorStorage
 from .link import Link
+from .probe import G_COL, G_ROW, W_COL, W_ROW, X_COL, X_ROW, dense, precise, probed, value
 
 __all__ = [
+    "DGRAD",
+    "FPROP",
+    "WGRAD",
     "Call",
     "Gradient",
     "Linear",
@@ -36,8 +41,11 @@ __all__ = [
     "finish",
     "fprop",
     "input_operands",
+    "probed_gradient",
+    "product",
     "quantized_grad",
     "read_by_casts",
+    "stand_in",
     "stored",
     "tally",
     "weight_operands",
@@ -47,6 +55,7 @@ __all__ = [
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # data, scale, amax
 Workspace = tuple[Parts, Parts]  # of the row and the column operand of a weight
 NONE: Parts = (None, None, None)
+FPROP, DGRAD, WGRAD = range(3)
 
 
 class Call(NamedTuple):
@@ -56,7 +65,8 @@ class Call(NamedTuple):
     amax) of (x, weight, grad), `slots` its backward state. `workspace` is a weight that was cast
     before. `main_grad` receives the weight's gradient instead of autograd; `overwrite` stores it
     there instead of adding. `seed` is what stochastic rounding draws from. `save_input` keeps x as
-    it is instead of its column copy.
+    it is instead of its column copy. `alpha` scales the three products, and `add` joins what the
+    call returns, y in forward and dx in backward, in its memory if `in_place`: see `gemm`.
     """
 
     plan: Plan
@@ -77,6 +87,10 @@ class Call(NamedTuple):
     defer: Any = None  # takes the operands of wgrad, to be multiplied later
     after: Tensor | None = None  # what a graph must have before it runs forward (again)
     counts: Tensor | None = None  # how often each product ran, and in what: see `tally`
+    probe: Any = None  # a `probe.Probe`: looks at operands, or has them in high precision
+    alpha: float = 1.0
+    add: Tensor | None = None
+    in_place: bool = False
 
 
 class Gradient(NamedTuple):
@@ -108,7 +122,9 @@ class Linear(Link):
         )
         y, kept_w = fprop(x_row, weight, bias, call)
         kept_x = NONE
-        if plan.override == "dequantized" and need_dw:
+        if need_dw and precise(2, call):
+            kept_x = (dense(x), None, None)
+        elif plan.override == "dequantized" and need_dw:
             kept_x = (x_row.data, x_row.scale, x_row.amax)
         elif need_dw and x_col is None:
             kept_x = (x, None, None)
@@ -149,8 +165,8 @@ def fprop(
     """(y, what dgrad needs)."""
     plan, (need_dx, _, _) = call.plan, call.needs
     w_row = _weight_row(weight, call, need_dx)
-    x_row = tally(0, x_row, w_row, call)
-    y = gemm(x_row, w_row, call.dtype, bias=bias, fast=plan.fast[0])
+    b = w_row if call.probe is None else probed(W_ROW, w_row, weight, call)
+    y = product(FPROP, x_row, b, call, call.dtype, bias=bias, **_joining(call))
     # Backward casts the weight again: by the scale of now, or from the amax that is known.
     recasts = need_dx and call.workspace is None and not plan.w_row.tiled
     w_scale = w_row.amax if recasts else None
@@ -164,28 +180,63 @@ def dgrad(g_row: Operand | None, kept_w: list[Any], call: Call) -> Any:
         return None
     assert g_row is not None
     w_col = _weight_col(kept_w[3], kept_w[:3], kept_w[4], g_row.data, call)
-    g_row = tally(1, g_row, w_col, call)
-    dx = gemm(g_row, w_col, call.dtype, fast=call.plan.fast[1])
+    if call.probe is not None:
+        w_col = probed(W_COL, w_col, kept_w[3], call)
+    dx = product(DGRAD, g_row, w_col, call, call.dtype, **_joining(call))
     return dx if call.grad_input is None else quantized_grad(dx, call)
 
 
-def wgrad(g_col: Operand, x_col: Operand, call: Call) -> Tensor | None:
-    """The weight's gradient, or None once `main_grad` has it, or where it is deferred."""
+def wgrad(g_col: Any, x_col: Any, call: Call, **by: Any) -> Tensor | None:
+    """The weight's gradient, or None once `main_grad` has it, or where it is deferred.
+
+    `by` is for `product`.
+    """
     if call.defer is not None:
         call.defer(g_col, x_col, call._replace(defer=None))
         return None
-    fast, out = call.plan.fast[2], call.main_grad
-    g_col = tally(2, g_col, x_col, call)
+    if call.alpha != 1.0:
+        by["alpha"] = call.alpha
+    out = call.main_grad
     if out is None:
-        return gemm(g_col, x_col, call.grad_dtype, fast=fast)
-    gemm(g_col, x_col, call.grad_dtype, fast=fast, out=out, accumulate=not call.overwrite)
+        return product(WGRAD, g_col, x_col, call, call.grad_dtype, **by)
+    add = not call.overwrite
+    product(WGRAD, g_col, x_col, call, call.grad_dtype, out=out, accumulate=add, **by)
+    return stand_in(out.shape, call, out.device)
+
+
+def product(
+    which: int,
+    a: Any,
+    b: Any,
+    call: Call,
+    dtype: torch.dtype,
+    multiply: Callable[..., Tensor] = gemm,
+    **options: Any,
+) -> Tensor:
+    """`a b^T` of one of the three, counted, and accumulated as the plan says.
+
+    Operands of matrices are multiplied by `gemm`; those of groups by what `core.grouped` gives.
+    """
+    a = tally(which, a, b, call)
+    return multiply(a, b, out_dtype=dtype, fast=call.plan.fast[which], **options)
+
+
+def stand_in(shape: Any, call: Call, device: torch.device) -> Tensor | None:
+    """What autograd gets in place of a gradient that `main_grad` has."""
     if call.dummy is None:
         return None
     make = torch.zeros if call.dummy else torch.empty
-    return make(out.shape, dtype=call.grad_dtype, device=out.device)
+    return make(shape, dtype=call.grad_dtype, device=device)
 
 
-def tally(product: int, a: Operand, b: Operand, call: Call) -> Operand:
+def _joining(call: Call) -> dict[str, Any]:
+    """What `gemm` makes part of the product that a call returns."""
+    if call.add is None and call.alpha == 1.0:
+        return {}
+    return {"alpha": call.alpha, "add": call.add, "in_place": call.in_place}
+
+
+def tally(which: int, a: Any, b: Any, call: Call) -> Any:
     """`a`, once its product with `b` is counted in `call.counts`, if that is there.
 
     Rows of it are (fprop, dgrad, wgrad); columns are products of quantized operands, those that the
@@ -196,7 +247,7 @@ def tally(product: int, a: Operand, b: Operand, call: Call) -> Operand:
     kind = 0
     if a.cast.layout[0] is not torch.uint8 or b.cast.layout[0] is not torch.uint8:
         kind = 1 if call.plan.quantizes else 2
-    return a._replace(data=scalars.tallied(a.data, call.counts, 3 * product + kind))
+    return a._replace(data=scalars.tallied(a.data, call.counts, 3 * which + kind))
 
 
 def finish(call: Call) -> None:
@@ -222,6 +273,14 @@ def read_by_casts(plan: Plan, saves_input: bool) -> bool:
 
 
 def input_operands(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]:
+    row, col = _input_operands(x, call, need_col)
+    if call.probe is None:
+        return row, col
+    x = value(x)
+    return probed(X_ROW, row, x, call), None if col is None else probed(X_COL, col, x, call)
+
+
+def _input_operands(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand | None]:
     plan = call.plan
     col = plan.x_col if need_col else None
     if isinstance(x, QuantizedTensorStorage):
@@ -246,21 +305,41 @@ def input_operands(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operand
 def _input_col(kept: list[Any], call: Call, m: int, after: Tensor) -> Operand:
     plan = call.plan
     x, scale, amax = kept
-    if plan.override == "dequantized":
+    made: Operand | None
+    if precise(2, call):
+        made = _high(x.t())
+    elif plan.override == "dequantized":
         k = call.features
         row = Operand(x, scale, amax, plan.x_row, k)
-        return _high(dequantized(row, (m, k), call.dtype).t())
-    if plan.override:
-        return _high(x.t())
-    if call.save_input:
+        made, x = _high(dequantized(row, (m, k), call.dtype).t()), None
+    elif plan.override:
+        made = _high(x.t())
+    elif call.save_input:
         made = operands(x, None, plan.x_col, seed=call.seed, after=after)[1]
         assert made is not None
-        return made
-    return column(x, scale, amax, plan.x_col, m)
+    else:
+        return column(x, scale, amax, plan.x_col, m)
+    return made if call.probe is None else probed(X_COL, made, x, call)
 
 
 def cast_gradient(grad: Any, call: Call) -> tuple[Any, Any, Tensor | None]:
     """(row operand, column operand, gradient of the bias), those that are needed."""
+    row, col, db = _cast_gradient(grad, call)
+    if call.probe is None or isinstance(grad, Gradient):  # whoever made one has shown it
+        return row, col, db
+    return *probed_gradient(row, col, grad, call), db
+
+
+def probed_gradient(row: Any, col: Any, grad: Any, call: Call) -> tuple[Any, Any]:
+    """The operands of `grad`, those that there are, as the probe of `call` leaves them."""
+    grad = value(grad)
+    return (
+        None if row is None else probed(G_ROW, row, grad, call),
+        None if col is None else probed(G_COL, col, grad, call),
+    )
+
+
+def _cast_gradient(grad: Any, call: Call) -> tuple[Any, Any, Tensor | None]:
     plan, (need_dx, need_dw, need_db) = call.plan, call.needs
     if isinstance(grad, Gradient):
         return grad.row, grad.col, grad.of_bias if need_db else None
@@ -354,7 +433,7 @@ def stored(o: Operand) -> Parts:
 
 
 def _high(x: Tensor) -> Operand:
-    return Operand(x, None, None, Cast("high_precision"), x.shape[1])
+    return Operand(x, None, None, HIGH, x.shape[1])
 
 
 def dequantized(o: Operand, shape: Any, dtype: torch.dtype) -> Tensor:

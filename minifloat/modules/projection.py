@@ -19,7 +19,7 @@ from ..core import collectives
 from ..core.linear import Call
 from ..core.linear import Linear as LinearOp
 from ..module import Begun
-from ..parameters import main_grad
+from ..parameters import main_grad, quantized_weight
 from ..quantizers import UsageError
 from ..recipe.autocast import STATE
 from ..tensors import QuantizedTensorStorage
@@ -80,6 +80,7 @@ class Projection(CachesWeight):
             fuse_wgrad_accumulation or delay_wgrad_compute or save_original_input or cache_weights
         )
         self._counts: Tensor | None = None  # of the products that ran, while somebody counts
+        self._probe: Any = None  # of the operands, while somebody looks
         self._cached: Cached | None = None
         self._cached_version: tuple[tuple[int, int], ...] = ()
         self._preallocated = ""  # Plan.weight_key of a workspace held in buffers
@@ -140,7 +141,7 @@ class Projection(CachesWeight):
         plan = begun.plan
         slots = begun.slots if needs[0] or needs[1] else None
         sizes = (inp.dtype, weight.dtype, self.in_features)
-        special = self._special or self._counts is not None
+        special = self._special or self._counts is not None or self._probe is not None
         if not (special or first is not None or fp8_grad or plan.stochastic):
             return Call(plan, needs, *sizes, begun.live, slots, begun.group)
         cached, live = self._workspace(weight, owners, begun, first, needs[0]), begun.live
@@ -160,6 +161,7 @@ class Projection(CachesWeight):
             self._grad_input_quantizer(plan, fp8_grad),
             self.wgrad_store.put if self._defers(needs[1]) else None,
             counts=self._counts,
+            probe=self._probe,
         )
 
     def _links(self, call: Call, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -214,22 +216,7 @@ class Projection(CachesWeight):
         return inp
 
     def _check_quantized(self, weight: Any, begun: Begun) -> Any:
-        plan = begun.plan
-        if plan.w_row.layout[0] is not torch.uint8:
-            if not torch.compiler.is_compiling():
-                warnings.warn(
-                    f"{self._where()}: a quantized weight outside autocast is dequantized",
-                    UserWarning,
-                    stacklevel=3,
-                )
-            return weight.dequantize()
-        if weight._cast(False).format_name != plan.w_row.format_name:
-            raise RuntimeError(
-                f"Recipe mismatch for '{self._where()}': the weight was quantized as "
-                f"{weight._cast(False).format_name}, and {plan.name} multiplies "
-                f"{plan.w_row.format_name}; use the recipe of quantized_model_init"
-            )
-        return weight
+        return quantized_weight(weight, begun.plan, self._where())
 
     def _check_quantized_input(self, inp: Any, plan: Any, need_col: bool) -> Any:
         """A quantized input as it is, if it is cast as the recipe casts; else its values."""

@@ -18,6 +18,7 @@ from .basic.bias import Bias
 from .basic.collectives import AllGather, AllReduce, ReduceScatter
 from .basic.dropout import Dropout
 from .basic.extra import AddExtraInput, MakeExtraOutput
+from .basic.grouped_linear import GroupedLinear
 from .basic.linear import BasicLinear
 from .basic.norm import L2Normalization, LayerNorm, RMSNorm
 from .basic.quantize import Quantize
@@ -40,6 +41,8 @@ from .fused.forward_linear import (
     ForwardLinearScaleAdd,
 )
 from .fused.forward_quantize import ForwardActivationQuantize, ForwardNormQuantize
+from .fused.grouped_mlp import ForwardGroupedMLP
+from .fused.mlp import FusedMLP
 from .fused_operation import FusedOperation
 from .fuser import (
     OperationFuser,
@@ -72,12 +75,15 @@ __all__ = [
     "ConstantScale",
     "Dropout",
     "ForwardActivationQuantize",
+    "ForwardGroupedMLP",
     "ForwardLinearBiasActivation",
     "ForwardLinearBiasAdd",
     "ForwardLinearScaleAdd",
     "ForwardNormQuantize",
+    "FusedMLP",
     "FusedOperation",
     "FusibleOperation",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",

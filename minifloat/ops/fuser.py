@@ -155,6 +155,8 @@ class OperationFuser:
         call = self._begin(start, stop, x, basic_op_kwargs, first)
         pipeline = self._pipeline(recipe, first, start, stop, wiring)
         tensors = (x, *[extra[key] for key in pipeline.imports], *pipeline.parameters())
+        if torch.compiler.is_compiling():
+            tensors = _distinct(tensors)
         device = x.device.type
         if torch.is_autocast_enabled(device):  # begin() has read its dtype
             with torch.autocast(device, enabled=False):
@@ -280,6 +282,16 @@ class OperationFuser:
                 f"fusion {name}: added {type(made[len(ops)]).__name__} after the last of "
                 f"{len(ops)} operations; a fusion returns the same basic operations"
             )
+
+
+def _distinct(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors, of which one that comes twice is a view the second time: Dynamo follows no
+    Function that gets one object as two arguments."""
+    made: list[Any] = []
+    for i, t in enumerate(tensors):
+        again = any([t is other for other in tensors[:i]])  # noqa: C419  (2.11 traces lists)
+        made.append(t.view_as(t) if again else t)
+    return tuple(made)
 
 
 def _run(pipeline: Pipeline, call: Call, tensors: tuple[Any, ...]) -> Any:

@@ -337,7 +337,11 @@ def test_on_a_device(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(mf.GroupedLinear, "_seed", seed)
     monkeypatch.setattr(Linear, "_seed", seed)
-    close = torch.testing.assert_close
+
+    def close(a: Any, b: Any, rtol: float = 2**-7) -> None:
+        """By the size of the whole: of sums that cancel little is left to compare with."""
+        assert (a - b).norm() <= rtol * b.norm()
+
     for splits in (SPLITS, [0, 20, 1, 7]):
         x = torch.randn(sum(splits), K, device="cuda", dtype=dtype).requires_grad_()
         grad = torch.randn(sum(splits), N, device="cuda", dtype=dtype)
@@ -353,4 +357,4 @@ def test_on_a_device(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
         close(x.grad, torch.cat([p.grad for p in parts]))  # type: ignore[misc]
         for i, one in enumerate(alone):
             close(layer.weight.grad[i], one.weight.grad)
-            close(layer.bias.grad[i], one.bias.grad, rtol=2e-2, atol=2e-2)
+            close(layer.bias.grad[i], one.bias.grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import minifloat as mf
 from minifloat import recipe as recipes
+from minifloat.experts import together
 
 SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
 SPLITS = [5, 0, 33, 17]
@@ -159,3 +162,169 @@ def test_wrong_construction() -> None:
     ):
         layer = make(**SINGLE)
     assert isinstance(layer.weight3, mf.QuantizedTensor)
+
+
+# ------------------------------------------------------------------------------------- side by side
+def weights(layer: Any) -> list[Any]:
+    return [getattr(layer, f"weight{i}") for i in range(layer.num_gemms)]
+
+
+def test_weights_that_are_apart_are_read_as_they_lie() -> None:
+    layer = make()
+    whole = together(weights(layer))
+    assert whole.shape == (4, 64, 48) and whole.data_ptr() == layer.weight0.data_ptr()
+    assert all(torch.equal(a, b) for a, b in zip(whole, weights(layer), strict=True))
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda layer: layer.double(),
+        lambda layer: layer.to(torch.bfloat16),
+        lambda layer: layer.to_empty(device="cpu"),
+    ],
+    ids=["double", "bf16", "to_empty"],
+)
+def test_a_module_that_moves_stays_together(move: Any) -> None:
+    layer = make()
+    before = weights(layer)
+    move(layer)
+    assert all(a is b for a, b in zip(before, weights(layer), strict=True))
+    assert together(weights(layer)).data_ptr() == layer.weight0.data_ptr()
+
+
+def test_meta_weights_come_together() -> None:
+    layer = make(device="meta")
+    layer.reset_parameters()
+    if layer.weight0.device.type == "cpu":
+        assert together(weights(layer)).data_ptr() == layer.weight0.data_ptr()
+
+
+@pytest.mark.parametrize("how", ["replaced", "transposed", "swapped", "copied"])
+def test_weights_that_lie_elsewhere_are_copied(how: str) -> None:
+    layer = make(bias=False)
+    if how == "replaced":
+        layer.weight2 = torch.nn.Parameter(torch.randn(64, 48))
+    elif how == "transposed":
+        layer.weight2.data = layer.weight2.data.t().contiguous().t()
+    elif how == "swapped":
+        layer.weight1, layer.weight2 = layer.weight2, layer.weight1
+    else:
+        layer = copy.deepcopy(layer)
+        assert torch.equal(layer.weight1, make_twin(layer).weight1)
+    whole = together(weights(layer))
+    assert all(torch.equal(a, b) for a, b in zip(whole, weights(layer), strict=True))
+    other = make(bias=False, single_grouped_weight=True)
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(55, 48)
+    assert torch.equal(layer(x, SPLITS), other(x, SPLITS))
+
+
+def make_twin(layer: Any) -> Any:
+    other = make(bias=layer.use_bias)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def test_an_optimizer_is_seen() -> None:
+    layer = make(bias=False)
+    x = torch.randn(55, 48)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    layer(x, SPLITS).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(layer(x, SPLITS), make_twin(layer)(x, SPLITS))
+
+
+def test_a_weight_that_changed_before_backward() -> None:
+    layer = make(bias=False)
+    y = layer(torch.randn(55, 48, requires_grad=True), SPLITS)
+    with torch.no_grad():
+        layer.weight2.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_one_expert() -> None:
+    """A group of one has the bits of a Linear."""
+    layer, alone = mf.GroupedLinear(1, 48, 64, device="cpu"), mf.Linear(48, 64, device="cpu")
+    alone.load_state_dict({"weight": layer.weight0, "bias": layer.bias0})
+    x = torch.randn(7, 48)
+    for recipe in (None, recipes.Float8CurrentScaling()):
+        results = []
+        for one, rest in ((layer, ([7],)), (alone, ())):
+            with mf.autocast(enabled=recipe is not None, recipe=recipe):
+                y = one(x, *rest, is_first_microbatch=None)
+            grads = torch.autograd.grad(y.square().sum(), list(one.parameters()))
+            results.append([y, *grads])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with mf.quantized_model_init(recipe=recipe):
+        layer = mf.GroupedLinear(1, 48, 64, device="cpu")
+    layer.load_state_dict({"weight0": alone.weight, "bias0": alone.bias})
+    with mf.autocast(recipe=recipe):
+        y = layer(x, [7])
+        assert torch.equal(y, alone(x))
+    y.sum().backward()
+    assert layer.weight0.grad.shape == (64, 48)
+
+
+def test_members_of_different_shapes() -> None:
+    state = make().state_dict()
+    state["weight2"] = torch.randn(64, 40)
+    with pytest.raises(ValueError, match=r"GroupedLinear: weight0 to weight3: got shapes .*40"):
+        make(**SINGLE).load_state_dict(state)
+
+
+def test_a_list_and_a_tensor_are_one() -> None:
+    layer, x = make(), torch.randn(55, 48)
+    y = layer(x, SPLITS)
+    for splits in (tuple(SPLITS), torch.tensor(SPLITS), torch.tensor(SPLITS, dtype=torch.int32)):
+        assert torch.equal(y, layer(x, splits))
+
+
+def test_no_rows_at_all() -> None:
+    layer = make()
+    x = torch.randn(0, 48, requires_grad=True)
+    for recipe in (None, recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()):
+        layer.zero_grad()
+        with mf.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x, [0, 0, 0, 0])
+        y.sum().backward()
+        assert y.shape == (0, 64) and not layer.weight0.grad.any()
+
+
+@pytest.mark.parametrize("source", [{}, SINGLE], ids=["from_discrete", "from_single"])
+@pytest.mark.parametrize("target", [{}, SINGLE], ids=["to_discrete", "to_single"])
+@pytest.mark.parametrize("quantized", ["source", "target", "both"])
+def test_state_dicts_of_quantized_weights(source: Any, target: Any, quantized: str) -> None:
+    """Values go along; a quantized layer quantizes what it gets, which changes no such value."""
+    recipe = recipes.MXFP8BlockScaling()
+    made = []
+    for which, kwargs in (("source", source), ("target", target)):
+        init = contextlib.nullcontext()
+        if quantized in (which, "both"):
+            init = mf.quantized_model_init(recipe=recipe)
+        with init:
+            torch.manual_seed(len(made))
+            made.append(make(**kwargs))
+    a, b = made
+    b.load_state_dict(a.state_dict())
+    x = torch.randn(55, 48)
+    with mf.autocast(recipe=recipe):
+        assert torch.equal(a(x, SPLITS), b(x, SPLITS))
+
+
+@pytest.mark.parametrize("kwargs", [{}, SINGLE], ids=["discrete", "single"])
+def test_initial_values_are_kept(kwargs: Any) -> None:
+    torch.manual_seed(4)
+    plain = make(**SINGLE).weight.detach()
+    with mf.quantized_model_init(
+        recipe=recipes.Float8BlockScaling(), preserve_high_precision_init_val=True
+    ):
+        torch.manual_seed(4)
+        layer = make(**kwargs)
+    owners = [layer.weight] if kwargs else weights(layer)
+    found = [w.get_high_precision_init_val() for w in owners]
+    assert torch.equal(found[0] if kwargs else torch.stack(found), plain)
+    for w in owners:
+        w.clear_high_precision_init_val()
+        assert w.get_high_precision_init_val() is None

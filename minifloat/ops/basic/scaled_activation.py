@@ -13,21 +13,27 @@ from ...producers import activated, activation_gradient
 from ..basic_operation import BasicOperation
 from .values import folded, plain
 
-__all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSwiGLU"]
+__all__ = [
+    "ScaledActivationOperation",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSwiGLU",
+    "scaled",
+]
 
 
 class ScaledActivationOperation(BasicOperation):
-    """`y = act(x) s`, with the extra input `s[...]`, a scale for each row of `x[..., features]`."""
+    """`y = act(x) s`, with the extra input `s[...]`, a scale for each row of `x[..., features]`.
+
+    Between grouped linear operations, backward computes it again whether or not
+    `activation_recompute_in_mlp` asks for that: see `ForwardGroupedMLP`.
+    """
 
     num_extra_inputs = 1
 
     def __init__(self, producer: Producer, activation_recompute_in_mlp: bool) -> None:
         super().__init__()
-        if activation_recompute_in_mlp:
-            raise NotImplementedError(
-                f"{type(self).__name__}: activation_recompute_in_mlp=True: there is no fused MLP "
-                "that recomputes it; leave it out"
-            )
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
         self._producer = producer
 
     def begin(
@@ -53,10 +59,9 @@ class ScaledActivationOperation(BasicOperation):
         h = folded(x)
         h = h if dtype is None else h.to(dtype)
         try:
-            y = activated(h, self._producer, torch.float32).value()
+            y = scaled(h, scales, self._producer)
         except ValueError as error:
             raise ValueError(f"input: got shape {tuple(x.shape)}; {error}") from error
-        y = (y * _column(scales)).to(h.dtype)
         saved = (h, scales) if fwd_kwargs["requires_grad"][0] else ()
         return y.reshape(*rows, y.shape[1]), [()], saved
 
@@ -80,6 +85,11 @@ class ScaledActivationOperation(BasicOperation):
             y = activated(h, self._producer, torch.float32).value()
             ds = (y * dy).sum(1).reshape(scales.shape).to(scales.dtype)
         return dh.reshape(ctx.shape), [()], [(ds,)]
+
+
+def scaled(h: Tensor, scales: Tensor, producer: Producer) -> Tensor:
+    """`act(h) s` of the matrix h, in fp32, rounded once to its dtype."""
+    return (activated(h, producer, torch.float32).value() * _column(scales)).to(h.dtype)
 
 
 def _column(scales: Tensor) -> Tensor:

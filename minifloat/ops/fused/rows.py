@@ -9,11 +9,17 @@ import torch
 from ..basic.activation import GELU, ActivationOperation, ReLU
 from ..basic.bias import Bias
 from ..basic.extra import AddExtraInput, MakeExtraOutput
+from ..basic.grouped_linear import GroupedLinear
 from ..basic.linear import BasicLinear
 from ..basic.norm import NormOperation, RMSNorm
 from ..basic.quantize import Quantize
 from ..basic.scale import ConstantScale
-from ..fuser import register_backward_fusion, register_forward_fusion
+from ..basic.scaled_activation import ScaledActivationOperation
+from ..fuser import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
 from ..table import Row, Slot, scan
 from .backward import (
     BackwardActivationBias,
@@ -28,8 +34,10 @@ from .forward_linear import (
     ForwardLinearScaleAdd,
 )
 from .forward_quantize import ForwardActivationQuantize, ForwardNormQuantize
+from .grouped_mlp import ForwardGroupedMLP
+from .mlp import FusedMLP
 
-__all__ = ["BACKWARD", "FORWARD"]
+__all__ = ["BACKWARD", "BOTH", "FORWARD"]
 
 
 def _not_row(op: Any, recipe: Any) -> bool:
@@ -61,6 +69,10 @@ def _takes_gradients(op: Any, recipe: Any) -> bool:
     return bool(op.takes_gradients(recipe))
 
 
+def _repeats_input(op: Any, recipe: Any) -> bool:
+    return bool(op.repeats_input(recipe))
+
+
 def _one_dim(op: Any, recipe: Any) -> bool:
     """A norm over the dim that the next product sums over."""
     return len(op._shape) == 1
@@ -70,6 +82,21 @@ _quantizes = Slot((BasicLinear, Quantize), _takes_gradients)
 _linear = Slot((BasicLinear,), _not_row)
 _add = Slot((AddExtraInput,), _in_place)
 
+BOTH: tuple[Row, ...] = (
+    Row(
+        FusedMLP,
+        (
+            Slot((BasicLinear,), _takes_gradients),
+            Slot((Bias,), optional=True),
+            Slot((ActivationOperation,)),
+            Slot((BasicLinear,), _repeats_input),
+            Slot((Bias,), optional=True),
+            Slot((AddExtraInput,), _in_place, optional=True),
+        ),
+        quantized=True,
+        fits=FusedMLP.fits,
+    ),
+)
 FORWARD: tuple[Row, ...] = (
     Row(ForwardLinearBiasAdd, (_linear, Slot((Bias,), optional=True), _add)),
     Row(ForwardLinearBiasActivation, (Slot((BasicLinear,), _short), Slot((Bias,)))),
@@ -83,6 +110,14 @@ FORWARD: tuple[Row, ...] = (
         ForwardActivationQuantize,
         (Slot((ActivationOperation,)),),
         after=Slot((BasicLinear,), _takes_inputs),
+    ),
+    Row(
+        ForwardGroupedMLP,
+        (
+            Slot((GroupedLinear,)),
+            Slot((ScaledActivationOperation,)),
+            Slot((GroupedLinear,), _repeats_input),
+        ),
     ),
 )
 BACKWARD: tuple[Row, ...] = (
@@ -114,6 +149,9 @@ def _fusion(row: Row) -> Any:
     return fuse
 
 
+for _row in BOTH:
+    _row.fused.fuse_ops = staticmethod(_fusion(_row))  # type: ignore[attr-defined]
+    register_forward_backward_fusion(_row.fused.fuse_ops)  # type: ignore[attr-defined]
 for _row in FORWARD:
     _row.fused.fuse_forward_ops = staticmethod(_fusion(_row))  # type: ignore[attr-defined]
     register_forward_fusion(_row.fused.fuse_forward_ops)  # type: ignore[attr-defined]
