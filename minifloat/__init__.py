@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         splits_to_offsets,
         splits_to_offsets_multi,
     )
+    from .inspect import bisect, inspect
     from .memory import memory_report
     from .modules.grouped_linear import GroupedLinear
     from .modules.norm import LayerNorm, RMSNorm
@@ -137,6 +138,7 @@ __all__ = [
     "autocast",
     "bgrad_group_quantize",
     "bgrad_quantize",
+    "bisect",
     "checkpoint",
     "convert",
     "dynamo",
@@ -146,6 +148,7 @@ __all__ = [
     "get_default_recipe",
     "group_dequantize",
     "group_quantize",
+    "inspect",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
@@ -185,6 +188,7 @@ _LATER = {
         "splits_to_offsets",
         "splits_to_offsets_multi",
     ),
+    "inspect": ("bisect", "inspect"),
     "memory": ("memory_report",),
     "modules.grouped_linear": ("GroupedLinear",),
     "modules.norm": ("LayerNorm", "RMSNorm"),

@@ -101,7 +101,7 @@ def assert_quantized(model: nn.Module, step: Callable[[], Any]) -> QuantizedRepo
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every product of a module of ours, by name; names are those of the uncompiled model."""
     for name, module in model.named_modules():
-        name = name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+        name = ".".join(part for part in name.split(".") if part != "_orig_mod")
         if isinstance(module, Linear | LayerNormLinear):
             yield name, module
         elif isinstance(module, LayerNormMLP):

@@ -12,7 +12,8 @@ __all__ = ["hadamard", "hadamard_matrix"]
 
 def signs(mask: int, device: torch.device | str | None = None) -> Tensor:
     """+1 or -1 for each of the 16 inputs: bit i of `mask` flips input i."""
-    return torch.tensor([-1.0 if mask >> i & 1 else 1.0 for i in range(HADAMARD)], device=device)
+    bits = torch.arange(HADAMARD, device=device)  # there, so that nothing is copied from the host
+    return 1.0 - 2.0 * (torch.full_like(bits, mask) >> bits & 1)
 
 
 def hadamard(x: Tensor, mask: int) -> Tensor:
