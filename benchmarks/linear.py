@@ -18,15 +18,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import minifloat
 from minifloat import recipe as recipes
+from minifloat.bench.measure import CAPTURED, capture, device_time, host_time, memory
+from minifloat.bench.providers import RECIPES as NAMED
 
-__all__ = ["LARGE", "RECIPES", "SMALL", "Layer", "main", "measure"]
+__all__ = [
+    "LARGE",
+    "RECIPES",
+    "SMALL",
+    "Layer",
+    "device_time",
+    "graph_time",
+    "host_time",
+    "main",
+    "measure",
+    "memory",
+    "rounds",
+]
 
 Shape = tuple[int, int, int]  # tokens, in, out
 LARGE: tuple[Shape, ...] = (
@@ -37,15 +50,8 @@ LARGE: tuple[Shape, ...] = (
 )
 SMALL: tuple[Shape, ...] = ((2048, 768, 3072), (4096, 1024, 4096))
 CPU: tuple[Shape, ...] = ((512, 1024, 1024),)
-RECIPES: dict[str, Callable[[], recipes.Recipe]] = {
-    "delayed": recipes.DelayedScaling,
-    "current": recipes.Float8CurrentScaling,
-    "block": recipes.Float8BlockScaling,
-    "mxfp8": recipes.MXFP8BlockScaling,
-    "nvfp4": recipes.NVFP4BlockScaling,
-}
+RECIPES: dict[str, Callable[[], recipes.Recipe]] = {n: type(r) for n, r in NAMED.items()}
 ROUNDS = 3
-WARM = 0.1  # seconds
 
 
 @dataclass
@@ -65,6 +71,9 @@ class Layer:
 
     def step(self) -> None:
         self.forward().backward(self.grad)
+        self.clear()
+
+    def clear(self) -> None:
         self.x.grad = None
         self.module.weight.grad = None  # type: ignore[assignment]
 
@@ -82,70 +91,11 @@ def layer(shape: Shape, name: str, device: torch.device) -> Layer:
     return Layer(module, x, grad, RECIPES[name]())
 
 
-def device_time(step: Callable[[], Any], iterations: int) -> float:
-    """Microseconds a step takes on the device, the host running ahead."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Clocks depend on the power of what ran before: let this step set its own.
-    until = time.perf_counter() + WARM
-    while time.perf_counter() < until:
-        for _ in range(4):
-            step()
-        torch.cuda.synchronize()
-    torch.cuda._sleep(int(2e6))
-    start.record()
-    for _ in range(iterations):
-        step()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end) / iterations
-
-
-def host_time(step: Callable[[], Any], iterations: int) -> float:
-    """Microseconds of the host to enqueue a step: the median, the queue never full."""
-    samples = []
-    for _ in range(iterations):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        samples.append(1e6 * (time.perf_counter() - begin))
-    torch.cuda.synchronize()
-    return statistics.median(samples)
-
-
 def graph_time(one: Layer, iterations: int) -> float:
     """Microseconds of a step inside a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            one.step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            one.step()
+    graph = capture(one.step)
     graph.replay()
-    return device_time(graph.replay, iterations) / 10
-
-
-def memory(one: Layer) -> tuple[int, int]:
-    """(peak bytes of a step beyond what is there before it, bytes kept from forward to backward).
-
-    The output is not counted as kept: the caller owns it.
-    """
-    one.step()
-    torch.cuda.synchronize()
-    base = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    y = one.forward()
-    kept = torch.cuda.memory_allocated() - base - y.numel() * y.element_size()
-    y.backward(one.grad)
-    del y
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - base
-    one.x.grad = None
-    one.module.zero_grad(set_to_none=True)
-    return peak, kept
+    return device_time(graph.replay, iterations) / CAPTURED
 
 
 def rounds(layers: dict[str, Layer], timed: Callable[[Layer], float]) -> dict[str, float]:

@@ -15,10 +15,10 @@ import json
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import minifloat
+from minifloat.bench.layers import PlainMLP
 
 from .linear import RECIPES, Layer, device_time, host_time, memory, rounds
 
@@ -29,27 +29,10 @@ LARGE: tuple[Shape, ...] = ((16384, 4096, 14336), (8192, 8192, 28672))
 SMALL: tuple[Shape, ...] = ((2048, 768, 2048),)
 
 
-class PlainMLP(nn.Module):
-    """The same in PyTorch."""
-
-    def __init__(self, hidden: int, ffn: int, device: torch.device) -> None:
-        super().__init__()
-        options = {"device": device, "dtype": torch.bfloat16}
-        self.norm = nn.Parameter(torch.ones(hidden, **options))
-        self.fc1 = nn.Linear(hidden, 2 * ffn, bias=False, **options)
-        self.fc2 = nn.Linear(ffn, hidden, bias=False, **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.rms_norm(x, x.shape[-1:], self.norm, 1e-5)
-        gate, linear = self.fc1(y).chunk(2, -1)
-        return self.fc2(F.silu(gate) * linear)  # type: ignore[no-any-return]
-
-
 class MLP(Layer):
     """One provider."""
 
-    def step(self) -> None:
-        self.forward().backward(self.grad)
+    def clear(self) -> None:
         self.x.grad = None
         self.module.zero_grad(set_to_none=True)
 

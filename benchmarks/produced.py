@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from minifloat import norms, producers
+from minifloat.bench.timing import Call, Timer
 from minifloat.formats import Cast
 from minifloat.layout import parts
 from minifloat.producer import activation
 from minifloat.producers import Given
 
 from .run import run
-from .timing import Call, Timer
 
 __all__ = ["CASES", "SHAPES", "Produced"]
 

@@ -4,80 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import minifloat
-from minifloat import env
+from minifloat.bench.ceilings import DRIFT, SEED, Copies, drifted, heat
+from minifloat.bench.environment import clocks, describe
+from minifloat.bench.timing import Stats, Timer
 
 from .cases import CASES, SHAPES, Case
-from .timing import Call, Stats, Timer
 
-__all__ = ["main", "run"]
+__all__ = ["drifted", "main", "run"]
 
-SEED = 0
-DRIFT = 0.03  # a ceiling that moves further than this between start and end spoils the comparison
 CEILINGS = {"copy 2 GiB": 2**31, "copy 128 MiB": 2**27}  # name -> bytes read (and as many written)
-SMI = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu,driver_version"
 HEADER = (
     f"{'case':<52} {'shape':>11} {'us':>9} {'p20':>9} {'p80':>9} "
     f"{'GB/s':>7} {'% copy':>7} {'host us':>8}"
 )
-
-
-class Copies:
-    """`copy_` of any number of bytes, within two buffers that are allocated once."""
-
-    def __init__(self, most: int, device: torch.device) -> None:
-        g = torch.Generator(device).manual_seed(SEED)
-        # Random bytes: copying zeros draws less power.
-        self.source = torch.randint(0, 256, (most,), dtype=torch.uint8, device=device, generator=g)
-        self.target = torch.empty_like(self.source)
-
-    def call(self, size: int) -> Call:
-        """Read `size` bytes and write as many."""
-        source, target = self.source[:size], self.target[:size]
-        return lambda: target.copy_(source)
-
-
-def _command(*words: str) -> str | None:
-    """The output of a command; None where it does not exist or fails."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def clocks() -> dict[str, str]:
-    """Clocks, power and temperature now, as the driver's tool reports them."""
-    answer = _command("nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader")
-    if not answer:
-        return {}
-    return dict(zip(SMI.split(","), answer.splitlines()[0].split(", "), strict=False))
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to know to repeat the numbers."""
-    root = Path(__file__).resolve().parent.parent
-    return {
-        "device": env.device_name(device),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": env.triton_version(),
-        "minifloat": minifloat.__version__,
-        "python": platform.python_version(),
-        "git": _command("git", "-C", str(root), "rev-parse", "HEAD"),
-        "git_dirty": bool(_command("git", "-C", str(root), "status", "--porcelain")),
-        "seed": SEED,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 def ceilings(timer: Timer, copies: Copies) -> dict[str, float]:
@@ -89,16 +34,6 @@ def ceilings(timer: Timer, copies: Copies) -> dict[str, float]:
         (stats,) = timer.time([copies.call(size)])
         found[name] = 2e-3 * size / stats.median
     return found
-
-
-def drifted(before: dict[str, float], after: dict[str, float]) -> list[str]:
-    """A line for each ceiling that moved by more than DRIFT."""
-    return [
-        f"DRIFT: {name} went from {before[name]:.0f} to {after[name]:.0f} GB/s "
-        f"({100 * (after[name] / before[name] - 1):+.1f}%): repeat this run"
-        for name in before
-        if abs(after[name] / before[name] - 1) > DRIFT
-    ]
 
 
 def _row(case: Case, shape: tuple[int, int], mine: Stats, copy: Stats) -> dict[str, Any]:
@@ -170,8 +105,8 @@ def run(
     """Time everything, print as it comes, and return what goes into the JSON file."""
     largest = max(c.bytes(s) // 2 for c in cases for s in shapes)
     copies = Copies(max(large, largest, 1), timer.device)
-    result: dict[str, Any] = {"environment": environment(timer.device)}
-    _heat(timer, copies)
+    result: dict[str, Any] = {"environment": describe(timer.device, SEED)}
+    heat(timer, [copies.call(copies.source.numel())], 1.0)
     result["clocks_before"] = clocks()
     before = ceilings(timer, copies)
     print(f"{result['environment']}\n\n{HEADER}")
@@ -192,15 +127,6 @@ def run(
         "drift": drift,
         "rows": rows,
     }
-
-
-def _heat(timer: Timer, copies: Copies, seconds: float = 1.0) -> None:
-    """Work until the clocks have settled."""
-    call = copies.call(copies.source.numel())
-    end = time.perf_counter() + (seconds if timer.cuda else 0.0)
-    while time.perf_counter() < end:
-        call()
-        timer.synchronize()
 
 
 def _shape(text: str) -> tuple[int, int]:

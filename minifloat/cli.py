@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .bench.options import add_arguments as add_bench_arguments
 from .train.options import add_arguments
 
 __all__ = ["main"]
@@ -18,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what runs where on this machine, and why")
     doctor.add_argument("--device", default=None, help="e.g. cpu, cuda:0 (default: the GPU if any)")
+    doctor.add_argument("--matrix", action="store_true", help="what runs where on all machines")
     convert = commands.add_parser(
         "convert-checkpoint", help="Transformer Engine's delayed-scaling state into plain tensors"
     )
@@ -25,13 +27,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert.add_argument("target", metavar="OUT", help="written in the same format")
     train = commands.add_parser("train", help="a transformer in low precision, beside bf16")
     add_arguments(train)
+    add_bench_arguments(
+        commands.add_parser("bench", help="layers beside bf16: time, memory, error")
+    )
     args = parser.parse_args(argv)
     if args.command == "convert-checkpoint":
         return _convert(args.source, args.target)
     if args.command == "train":
         return _train(args)
-    from .doctor import report
+    if args.command == "bench":
+        return _bench(args)
+    from .doctor import matrix, report
 
+    if args.matrix:
+        print(matrix())
+        return 0
     print(report(None if args.device is None else torch.device(args.device)))
     return 0
 
@@ -57,7 +67,8 @@ def _train(args: argparse.Namespace) -> int:
     except TrainError as error:
         if options.debug:
             raise
-        print(f"minifloat train: {error}", file=sys.stderr)
+        if not error.told:
+            print(f"minifloat train: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if options.debug:
@@ -65,3 +76,22 @@ def _train(args: argparse.Namespace) -> int:
         print("minifloat train: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench import BenchError, bench
+    from .bench.options import from_arguments
+
+    options = from_arguments(args)
+    try:
+        return bench(options)
+    except BenchError as error:
+        if options.debug:
+            raise
+        print(f"minifloat bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        print("minifloat bench: interrupted; --resume goes on", file=sys.stderr)
+        return 130

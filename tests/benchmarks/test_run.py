@@ -1,4 +1,4 @@
-"""The benchmark runner on the CPU, and its timing with a made-up device."""
+"""The benchmark runner on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, run, timing
+from benchmarks import cases, run
 
 FAST = [
     "--device",
@@ -75,74 +75,3 @@ def test_drift() -> None:
     before = {"a": 100.0, "b": 100.0, "c": 100.0}
     lines = run.drifted(before, {"a": 102.9, "b": 96.0, "c": 104.0})
     assert [line.split()[1] for line in lines] == ["b", "c"]
-
-
-def test_stats() -> None:
-    stats = timing.Stats.of([5.0, 1.0, 3.0, 2.0, 4.0, 100.0], host=7.0)
-    assert (stats.median, stats.samples, stats.host) == (3.5, 6, 7.0)
-    assert stats.p20 == 2.0 and stats.p80 == 5.0
-
-
-class FakeDevice:
-    """A stream that sleeps, and a host clock that only enqueueing moves."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, host: float) -> None:
-        self.now = self.slept_until = 0.0
-        self.device_time = 0.0
-        self.host = host  # seconds the host needs for a call
-        device = self
-
-        class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
-                pass
-
-            def record(self) -> None:
-                self.at = device.device_time
-
-            def query(self) -> bool:
-                return device.now > device.slept_until
-
-            def elapsed_time(self, other: Any) -> float:
-                return 1e3 * float(other.at - self.at)
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-
-    def sleep(self, cycles: int) -> None:
-        self.slept_until = self.now + cycles / timing.SLEEP_HZ
-
-    def call(self, seconds: float) -> timing.Call:
-        def enqueue() -> None:
-            self.now += self.host
-            self.device_time += seconds
-
-        return enqueue
-
-
-def fake_timer(iterations: int) -> timing.Timer:
-    timer = timing.Timer(torch.device("cpu"), iterations=iterations, seconds=60, warmup=1)
-    timer.cuda = True
-    return timer
-
-
-def test_batches_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice(monkeypatch, host=1e-6)
-    slow, fast = fake_timer(25).time([device.call(80e-6), device.call(40e-6)])
-    assert slow.median == pytest.approx(80) and fast.median == pytest.approx(40)
-    assert slow.samples == fast.samples == 30  # whole batches
-
-
-def test_a_batch_that_outran_its_sleep_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice(monkeypatch, host=1e-3)
-    timer = fake_timer(10)
-    samples: list[list[float]] = [[]]
-    slept = timer._batch_cuda([device.call(50e-6)], samples, 1e-3)
-    assert slept >= 10e-3  # ten calls take the host 10 ms
-    assert len(samples[0]) == timing.BATCH
-
-
-def test_a_host_that_waits_for_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice(monkeypatch, host=10.0)
-    with pytest.raises(RuntimeError, match="host"):
-        fake_timer(10)._batch_cuda([device.call(50e-6)], [[]], 1e-3)
