@@ -13,8 +13,9 @@ from .formats import FORMATS
 from .module import HIGH_PLAN
 from .modules.advice import served
 from .recipe import Plan
+from .recipe.plan import products
 
-__all__ = ["RECIPES", "Row", "report", "rows"]
+__all__ = ["DEVICES", "RECIPES", "Row", "matrix", "report", "rows"]
 
 # What each recipe makes of a linear layer.
 RECIPES: dict[str, Plan] = {
@@ -25,6 +26,12 @@ RECIPES: dict[str, Plan] = {
     "NVFP4BlockScaling": recipe.NVFP4BlockScaling().plan(),
     "high precision": HIGH_PLAN,
 }
+
+
+# Columns of the support matrix: (GPUs, compute capability).
+DEVICES: tuple[tuple[str, int], ...] = (
+    ("sm_80", 80), ("sm_89", 89), ("sm_90", 90), ("sm_100", 100), ("sm_120", 120),
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -45,6 +52,24 @@ def rows(device: torch.device) -> list[Row]:
         out.append(Row(name, "quantize", *max(chosen, key=lambda c: _WORST.index(c[0]))))
         out.append(Row(name, "gemm", *served(plan, device)))
     return out
+
+
+def matrix() -> str:
+    """What multiplies each recipe's products on each kind of GPU, as a Markdown table."""
+    head = ["recipe", "CPU", *(name for name, _ in DEVICES)]
+    lines = [head, ["---"] * len(head)]
+    for name, plan in RECIPES.items():
+        quantized = any(pair.quantized for pair in products(plan))
+        cells = ["exact" if quantized else "native"]
+        for _, capability in DEVICES:
+            native = all(
+                cast.format.element is None or cast.native[0] <= capability < cast.native[1]
+                for pair in products(plan)
+                for cast in pair
+            )
+            cells.append("native" if native else "emulated")
+        lines.append([f"`{name}`" if quantized else name, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 _WORST = ("native", "triton", "cpu", "emulated")

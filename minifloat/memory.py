@@ -182,7 +182,7 @@ def _twin(module: nn.Module, mode: FakeTensorMode) -> Any:
         n: None if p is None else _fake_parameter(p, mode) for n, p in module._parameters.items()
     }
     twin.__dict__["_buffers"] = {
-        n: None if b is None else mode.from_tensor(b) for n, b in module._buffers.items()
+        n: None if b is None else _fake_buffer(b, mode) for n, b in module._buffers.items()
     }
     twin.__dict__["_modules"] = {
         n: None if m is None else _twin(m, mode) for n, m in module._modules.items()
@@ -190,11 +190,20 @@ def _twin(module: nn.Module, mode: FakeTensorMode) -> Any:
     return twin
 
 
+def _fake_buffer(b: Tensor, mode: FakeTensorMode) -> Tensor:
+    return torch.empty_like(b, device="cpu") if b.is_meta else mode.from_tensor(b)
+
+
 def _fake_parameter(p: Any, mode: FakeTensorMode) -> Any:
     if isinstance(p, QuantizedTensorStorage):
         return mode.from_tensor(p)  # type: ignore[arg-type]
-    made = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+    made = torch.empty(p.shape, dtype=p.dtype, device=_where(p))
     return nn.Parameter(made, p.requires_grad)
+
+
+def _where(t: Tensor) -> torch.device:
+    """Where it runs: what is on the meta device keeps what it would keep on the CPU."""
+    return torch.device("cpu") if t.is_meta else t.device
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -80,3 +80,14 @@ def test_report_names_versions_device_and_every_format():
         assert name in text
     for recipe in doctor.RECIPES:
         assert recipe in text
+
+
+@pytest.mark.parametrize(("name", "capability"), doctor.DEVICES)
+def test_the_matrix_is_what_the_table_of_products_says(monkeypatch, name, capability):
+    monkeypatch.setattr(env, "capability", lambda device: capability)
+    head, _, *lines = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in doctor.matrix().splitlines()
+    ]
+    told = {line[0]: line[head.index(name)] for line in lines}
+    assert told == {r.recipe: r.backend for r in doctor.rows(CUDA) if r.step == "gemm"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from .. import env
 from ..modules import LayerNormMLP
 from ..modules.advice import HOPPER, served, speed
 from ..recipe import Recipe
+from .fusion import Fusion
 from .policy import Choice
 
 __all__ = ["ConversionReport", "ConvertedLayer", "make_report"]
@@ -23,7 +24,8 @@ class ConvertedLayer:
 
     `backend` multiplies ("native", "cpu" or "emulated") and `why` says the reason for that. `speed`
     is how many times as fast as bf16 it is at best, or None on a device whose roofline is not
-    known. `kept` are the bytes per token that backward needs, (in high precision, by the recipe).
+    known: the CPU, and every GPU but Hopper. `kept` are the bytes per token that backward needs,
+    (in high precision, by the recipe).
     """
 
     name: str
@@ -40,7 +42,10 @@ class ConvertedLayer:
 class ConversionReport:
     """What was converted, what was not, and why; `str` makes a summary.
 
-    `unused` are patterns of `recipes` that decided nothing, `warnings` what to look at.
+    `fused` are groups of layers that run as one, by the name of the MLP or of the norm, and
+    `unfused` those that look like one and do not, and why. `unused` are patterns of `recipes` that
+    decided nothing, `warnings` what to look at. Speed and bytes are those of the layers by
+    themselves, before anything is fused.
     """
 
     converted: dict[str, ConvertedLayer]
@@ -49,6 +54,8 @@ class ConversionReport:
     warnings: tuple[str, ...]
     tokens: int
     device: str
+    fused: dict[str, Fusion] = field(default_factory=dict)
+    unfused: dict[str, str] = field(default_factory=dict)
     _work: dict[str, int] = field(repr=False, default_factory=dict)  # multiplications per token
 
     @property
@@ -81,6 +88,13 @@ class ConversionReport:
         found = [c.kept for c in self.converted.values()]
         return sum(before for before, _ in found), sum(after for _, after in found)
 
+    def _speed(self) -> str:
+        if self.speed is None:
+            return f"no roofline of {self.device} is known, so nothing is promised"
+        return (
+            f"{self.speed:.2f} times bf16's at {self.tokens} tokens, at best (an H200's roofline)"
+        )
+
     def __str__(self) -> str:
         total = len(self.converted) + len(self.skipped)
         lines = [f"converted {len(self.converted)} of {total} linear layers, on {self.device}"]
@@ -89,11 +103,12 @@ class ConversionReport:
             lines.append(f"  {n} by {recipe}: {backend}")
         for reason, names in _by_reason(self.skipped).items():
             lines.append(f"  skipped {_listed(names)}: {reason}")
-        if self.speed is not None and self.converted:
-            lines.append(
-                f"  speed of the linear layers: {self.speed:.2f} times bf16's at {self.tokens} "
-                "tokens, at best (an H200's roofline)"
-            )
+        for pattern, n in Counter(fusion.pattern for fusion in self.fused.values()).items():
+            lines.append(f"  fused {n} {pattern}")
+        for reason, names in _by_reason(self.unfused).items():
+            lines.append(f"  not fused {_listed(names)}: {reason}")
+        if self.converted:
+            lines.append(f"  speed of the linear layers: {self._speed()}")
         if self.converted:
             before, after = self.kept
             lines.append(f"  kept for backward: {before:,.0f} -> {after:,.0f} bytes per token")
@@ -101,7 +116,13 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def make_report(chosen: list[Choice], unused: dict[str, str], tokens: int) -> ConversionReport:
+def make_report(
+    chosen: list[Choice],
+    unused: dict[str, str],
+    tokens: int,
+    fused: dict[str, Fusion],
+    unfused: dict[str, str],
+) -> ConversionReport:
     converted, skipped, work = {}, {}, {}
     kept: dict[Any, tuple[float, float]] = {}
     devices = []
@@ -115,10 +136,10 @@ def make_report(chosen: list[Choice], unused: dict[str, str], tokens: int) -> Co
             continue
         converted[choice.name] = _layer(choice, sizes, device, tokens, kept)
     device = devices[0] if devices else torch.device("cpu")
-    made = ConversionReport(converted, skipped, unused, (), tokens, str(device), work)
-    return ConversionReport(
-        converted, skipped, unused, tuple(_warnings(made)), tokens, made.device, work
+    made = ConversionReport(
+        converted, skipped, unused, (), tokens, str(device), fused, unfused, work
     )
+    return replace(made, warnings=tuple(_warnings(made)))
 
 
 def _layer(
@@ -135,7 +156,9 @@ def _layer(
     of = module.fc1 if isinstance(module, LayerNormMLP) else module
     plan = recipe.plan(*of._roles(recipe))
     found = served(plan, device)
-    known = env.capability(device) in (None, HOPPER)
+    # A model on the meta device runs nowhere yet: its speed is that of the GPU whose roofline is
+    # known. The CPU runs the arithmetic of a recipe, and not its speed.
+    known = device.type == "meta" or env.capability(device) == HOPPER
     time = sum(k * n / speed(plan, tokens, k, n) for k, n in sizes)
     parameters = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters())
     key = (type(module), parameters, plan, device, getattr(module, "checkpoint", None))

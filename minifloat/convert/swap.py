@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..modules import Linear
 from ..recipe import Recipe, get_default_recipe
 from .policy import OURS, Filter, Patterns, check_recipe, choose
-from .report import ConversionReport, make_report
+
+if TYPE_CHECKING:
+    from .report import ConversionReport
 
 __all__ = ["convert"]
 
@@ -21,6 +24,7 @@ def convert(
     *,
     recipes: Mapping[str, Recipe | None] | None = None,
     skip_ends: bool | None = None,
+    fuse: bool | str | Iterable[str] = False,
     tokens: int = 8192,
 ) -> ConversionReport:
     """Turn each `nn.Linear` of `model` into a `minifloat.Linear` that trains by `recipe`.
@@ -31,8 +35,14 @@ def convert(
     are others by name, `{"*.down_proj": recipe, "blocks.0.*": None}`: shell patterns, the first
     match wins, None leaves a layer as it is. `filter(name, module)` says which layers to convert;
     without one the first and the last are left out, as `skip_ends` says. Layers that are ours
-    already get their recipe. `tokens`, of one forward, is what the report's speed is of.
+    already get their recipe. `fuse` names patterns of layers that are to run as one (True: all of
+    `gated_mlp`, `mlp`, `norm_mlp`, `norm_linear`); the parameters stay where they are. `tokens`, of
+    one forward, is what the report's speed is of.
     """
+    # Not with the package, which everybody imports.
+    from .fusion import asked, find
+    from .report import make_report
+
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; an nn.Module is needed")
     if tokens < 1:
@@ -46,15 +56,21 @@ def convert(
             f"recipes: got {type(recipes).__name__}; a dict of patterns and recipes is needed"
         )
     default = get_default_recipe() if recipe is None else check_recipe(recipe, "recipe")
+    wanted = asked(fuse)
     for pattern, one in (recipes or {}).items():
         if one is not None:
             check_recipe(one, f"recipes[{pattern!r}]")
     patterns = Patterns(recipes or {}, default)
     chosen = choose(model, patterns, filter, filter is None if skip_ends is None else skip_ends)
+    used = {choice.name: choice.recipe for choice in chosen if choice.recipe is not None}
+    fused, unfused = find(model, wanted, used)
     for choice in chosen:
         if choice.recipe is None:
             continue
         if not isinstance(choice.module, OURS):
             Linear.adopt(choice.module, choice.name or None)
         choice.module.recipe = choice.recipe
-    return make_report(chosen, patterns.unused(), tokens)
+    report = make_report(chosen, patterns.unused(), tokens, fused, unfused)
+    for fusion in fused.values():
+        fusion.apply()
+    return report

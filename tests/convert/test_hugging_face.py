@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,15 @@ import minifloat
 from minifloat import recipe
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.deep
 RECIPE = recipe.Float8CurrentScaling()
 
 
-def llama(tied: bool = False) -> Any:
+def llama(tied: bool = False, layers: int = 2) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=96,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -36,11 +36,19 @@ def batch() -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("tied", (False, True))
-def test_a_llama_trains_compiled_and_is_saved(tied: bool, tmp_path: Path) -> None:
-    model, data = llama(tied), batch()
-    report = minifloat.convert(model, RECIPE)
-    assert len(report.converted) == 14
+@pytest.mark.parametrize(
+    ("layers", "tied", "fuse"),
+    ((1, False, True), pytest.param(2, True, False, marks=pytest.mark.deep)),
+)
+def test_a_llama_trains_compiled_and_is_saved(
+    layers: int, tied: bool, fuse: bool, tmp_path: Path
+) -> None:
+    model, data = llama(tied, layers), batch()
+    keys = list(model.state_dict())
+    report = minifloat.convert(model, RECIPE, fuse=fuse)
+    assert list(model.state_dict()) == keys
+    assert len(report.fused) == (2 * layers if fuse else 0)
+    assert len(report.converted) == 7 * layers
     assert list(report.skipped) == ["lm_head"]
     assert ("embedding" in report.skipped["lm_head"]) == tied
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -55,7 +63,7 @@ def test_a_llama_trains_compiled_and_is_saved(tied: bool, tmp_path: Path) -> Non
 
     first = step()
     proof = minifloat.assert_quantized(model, step)
-    assert proof.total == 14 * 3
+    assert proof.total == 7 * layers * 3
     assert step() < first
     model.save_pretrained(tmp_path)
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
@@ -65,8 +73,43 @@ def test_a_llama_trains_compiled_and_is_saved(tied: bool, tmp_path: Path) -> Non
     ):
         assert name == other
         assert torch.equal(a, b), name
-    minifloat.convert(again, RECIPE)
+    minifloat.convert(again, RECIPE, fuse=fuse)
     assert torch.equal(again(**data).loss, model(**data).loss)
+
+
+@pytest.mark.parametrize("family", ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Phi3"))
+def test_mlps_of_families_are_fused(family: str) -> None:
+    """Their norms too, whatever class those are, and the gradients are those of the layers."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    other, data = copy.deepcopy(model), batch()
+    used = recipe.MXFP8BlockScaling()
+    report = minifloat.convert(model, used, fuse=True)
+    minifloat.convert(other, used)
+    assert {name.split(".")[-1]: fusion.pattern for name, fusion in report.fused.items()} == {
+        "mlp": "gated_mlp",
+        "post_attention_layernorm": "norm_mlp",
+    }
+    assert "self_attn reads it" in report.unfused["model.layers.0.input_layernorm"]
+    for m in (model, other):
+        m(**data).loss.backward()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert p.grad is not None, name
+        assert q.grad is not None, name
+        assert (p.grad - q.grad).norm() < 1e-5 * q.grad.norm(), name
 
 
 def test_gradient_checkpointing() -> None:
@@ -74,7 +117,7 @@ def test_gradient_checkpointing() -> None:
     grads = []
     for checkpointed in (False, True):
         model = llama()
-        minifloat.convert(model, RECIPE)
+        minifloat.convert(model, RECIPE, fuse=True)
         model.train()
         if checkpointed:
             model.gradient_checkpointing_enable()
@@ -88,7 +131,7 @@ def test_lora_on_a_frozen_quantized_base(before: bool) -> None:
     peft = pytest.importorskip("peft")
     model, data = llama(), batch()
     if before:
-        minifloat.convert(model, RECIPE)
+        minifloat.convert(model, RECIPE, fuse=True)  # what LoRA wraps runs by itself again
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=4)
     model = peft.get_peft_model(model, config)
     if not before:
