@@ -1,6 +1,7 @@
 """The reference model of tests, docs, benchmarks and `minifloat train`."""
 
 from .config import PRESETS, TransformerConfig
+from .experts import Experts
 from .flops import Flops, gemm_flops
 from .transformer import Attention, Block, Transformer
 
@@ -8,6 +9,7 @@ __all__ = [
     "PRESETS",
     "Attention",
     "Block",
+    "Experts",
     "Flops",
     "Transformer",
     "TransformerConfig",

@@ -12,7 +12,8 @@ class TransformerConfig:
     """A decoder-only transformer: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
     `ffn_size` is the width of one half of the gated MLP. `kv_heads` divides `heads`: that many
-    heads share a key and a value. `tied` heads multiply by the embedding.
+    heads share a key and a value. `tied` heads multiply by the embedding. With `experts`, the MLP
+    of a block is that many of that width, of which each token takes `top_k`.
     """
 
     layers: int = 2
@@ -23,6 +24,8 @@ class TransformerConfig:
     context: int = 128
     vocab_size: int = 256
     tied: bool = False
+    experts: int = 0
+    top_k: int = 2
     rope_base: float = 10000.0
     eps: float = 1e-5
 
@@ -41,6 +44,13 @@ class TransformerConfig:
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.experts < 0:
+            raise ValueError(f"experts={self.experts}: must not be negative; 0 is a plain MLP")
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"top_k={self.top_k}: a token takes at least 1 and at most all of"
+                f" experts={self.experts}"
+            )
 
     @property
     def head_size(self) -> int:

@@ -14,10 +14,13 @@ from ..modules.norm import RMSNorm
 from ..recipe import Recipe
 from ..recipe.autocast import autocast
 from .config import TransformerConfig
+from .experts import Experts
 
 __all__ = ["Attention", "Block", "Transformer"]
 
 Init = Callable[[Tensor], None]
+_PARTS = ("attention.qkv", "attention.out", "mlp")  # of a block, that recipes reach
+_BALANCE = 0.01  # how much of the experts' imbalance the gradient is of
 
 
 def _normal(std: float) -> Init:
@@ -69,10 +72,12 @@ class Attention(nn.Module):
             device=device,
         )
 
-    def forward(self, x: Tensor, table: Tensor, recipes: tuple[Recipe | None, ...]) -> Tensor:
+    def forward(
+        self, x: Tensor, table: Tensor, qkv_recipe: Recipe | None, out_recipe: Recipe | None
+    ) -> Tensor:
         c = self.config
         batch, tokens, _ = x.shape
-        with autocast(enabled=recipes[0] is not None, recipe=recipes[0]):
+        with autocast(enabled=qkv_recipe is not None, recipe=qkv_recipe):
             qkv = self.qkv(x)
         heads = qkv.view(batch, tokens, -1, c.head_size).transpose(1, 2)
         q, k, v = heads.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
@@ -81,43 +86,56 @@ class Attention(nn.Module):
             q, k, v, is_causal=True, enable_gqa=c.kv_heads != c.heads
         )
         y = y.transpose(1, 2).reshape(batch, tokens, c.hidden_size)
-        with autocast(enabled=recipes[1] is not None, recipe=recipes[1]):
+        with autocast(enabled=out_recipe is not None, recipe=out_recipe):
             out: Tensor = self.out(y)
         return out
 
 
 class Block(nn.Module):
-    """x + attention(x), then x + mlp(x)."""
+    """x + attention(x), then x + mlp(x). `recipes` are those of qkv, out and mlp."""
+
+    recipes: tuple[Recipe | None, Recipe | None, Recipe | None]
 
     def __init__(
         self, config: TransformerConfig, device: torch.device | None, init: Init, out_init: Init
     ) -> None:
         super().__init__()
+        self.recipes = (None, None, None)
         self.attention = Attention(config, device, init, out_init)
-        self.mlp = LayerNormMLP(
-            config.hidden_size,
-            config.ffn_size,
-            eps=config.eps,
-            bias=False,
-            normalization="RMSNorm",
-            activation="swiglu",
-            init_method=init,
-            output_layer_init_method=out_init,
-            device=device,
-        )
+        self.mlp: nn.Module
+        if config.experts:
+            self.mlp = Experts(config, device, init, out_init)
+        else:
+            self.mlp = LayerNormMLP(
+                config.hidden_size,
+                config.ffn_size,
+                eps=config.eps,
+                bias=False,
+                normalization="RMSNorm",
+                activation="swiglu",
+                init_method=init,
+                output_layer_init_method=out_init,
+                device=device,
+            )
 
-    def forward(self, x: Tensor, table: Tensor, recipes: tuple[Recipe | None, ...]) -> Tensor:
-        x = x + self.attention(x, table, recipes)
-        with autocast(enabled=recipes[2] is not None, recipe=recipes[2]):
-            y: Tensor = self.mlp(x)
-        return x + y
+    def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(the sum, the imbalance of its experts, None where it has none)."""
+        qkv, out, mlp = self.recipes
+        x = x + self.attention(x, table, qkv, out)
+        if isinstance(self.mlp, Experts):
+            y, imbalance = self.mlp(x, mlp)
+            return x + y, imbalance
+        with autocast(enabled=mlp is not None, recipe=mlp):
+            y = self.mlp(x)
+        return x + y, None
 
 
 class Transformer(nn.Module):
     """Tokens [batch, tokens] in, logits out; with `targets`, the mean cross entropy.
 
     `recipes` names the recipe of each layer (`blocks.0.attention.qkv`, `.out`, `blocks.0.mlp`), or
-    is one for all of them; None is high precision. Embedding, head and attention are always that.
+    is one for all of them; None is high precision. Embedding, head, router and attention are always
+    that. With experts, the gradient is also that of their imbalance; the value is not.
     """
 
     def __init__(
@@ -151,8 +169,7 @@ class Transformer(nn.Module):
 
     def recipe_names(self) -> list[str]:
         """The layers that a recipe reaches."""
-        parts = ("attention.qkv", "attention.out", "mlp")
-        return [f"blocks.{i}.{part}" for i in range(self.config.layers) for part in parts]
+        return [f"blocks.{i}.{part}" for i in range(self.config.layers) for part in _PARTS]
 
     def set_recipes(self, recipes: Recipe | Mapping[str, Recipe | None] | None) -> None:
         names = self.recipe_names()
@@ -160,8 +177,10 @@ class Transformer(nn.Module):
             recipes = dict.fromkeys(names, recipes)
         if unknown := sorted(set(recipes) - set(names)):
             raise ValueError(f"no layer is called {', '.join(unknown)}; there are {names}")
-        each = [recipes.get(name) for name in names]
-        self._recipes = tuple(tuple(each[i : i + 3]) for i in range(0, len(each), 3))
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            qkv, out, mlp = (recipes.get(f"blocks.{index}.{part}") for part in _PARTS)
+            block.recipes = (qkv, out, mlp)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         if tokens.shape[1] > self.config.context:
@@ -171,9 +190,16 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream is in its dtype
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for block, recipes in zip(self.blocks, self._recipes, strict=True):
-            x = block(x, self.rotary, recipes)
+        uneven: list[Tensor] = []
+        for block in self.blocks:
+            x, imbalance = block(x, self.rotary)
+            if imbalance is not None:
+                uneven.append(imbalance)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        if uneven:
+            extra = _BALANCE * torch.stack(uneven).mean()
+            loss = loss + (extra - extra.detach())  # its gradient, and zero
+        return loss

@@ -2,6 +2,8 @@
 
 The tensors are written under a new name, then `checkpoint.json` is replaced by one that names them,
 then the older tensors are removed: whenever the process dies, `checkpoint.json` names a whole file.
+Sharded tensors are gathered and saved whole by the first process, and any number of processes can
+read them. Random bits are no part of it: they depend on the seed and the step.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from torch.optim import Optimizer
 
 from . import files
 from .errors import TrainError
+from .tokenizer import Tokenizer
+from .world import World
 
 __all__ = ["Checkpoint", "find", "load", "restore", "save"]
 
 _FORMAT = "minifloat train checkpoint"
-_VERSION = 1
+_VERSION = 2
 _INDEX = "checkpoint.json"
 
 
@@ -35,40 +39,50 @@ class Checkpoint:
     identity: str
     history: list[dict[str, Any]]
     extra: dict[str, Any]
+    tokenizer: Tokenizer
     tensors: dict[str, Tensor]
 
 
-def _gather(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+class _Gathered(dict[str, Tensor]):
+    """Whole tensors by name, in the first process; the others take part in making them."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def take(self, name: str, value: Tensor) -> None:
+        whole = self.world.whole(value.detach())
+        if self.world.leads:
+            own = whole.untyped_storage().nbytes() == whole.nbytes
+            self[name] = whole.contiguous() if own else whole.clone()
+
+
+def _gather(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, Tensor]:
+    tensors = _Gathered(world)
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:  # tied ones are saved once
             seen.add(id(value))
-            own = value.untyped_storage().nbytes() == value.nbytes
-            kept = value.detach()
-            tensors[f"model.{name}"] = kept.contiguous() if own else kept.clone()
+            tensors.take(f"model.{name}", value)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{name}.{key}"] = value.detach().contiguous()
-    tensors["rng.cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+            tensors.take(f"optimizer.{name}.{key}", value)
     return tensors
 
 
 def save(
     folder: Path,
+    checkpoint: Checkpoint,
     model: nn.Module,
     optimizer: Optimizer,
-    *,
-    step: int,
-    identity: str,
-    history: list[dict[str, Any]],
-    extra: dict[str, Any],
+    world: World,
 ) -> None:
-    tensors = _gather(model, optimizer)
+    """Write `checkpoint` with the tensors of `model` and `optimizer`; all processes take part."""
+    tensors = _gather(model, optimizer, world)
+    if not world.leads:
+        return
     safe = find_spec("safetensors") is not None
-    path = folder / f"step-{step:08d}{'.safetensors' if safe else '.pt'}"
+    path = folder / f"step-{checkpoint.step:08d}{'.safetensors' if safe else '.pt'}"
 
     def fill(name: str) -> None:
         if safe:
@@ -76,7 +90,7 @@ def save(
 
             save_file(tensors, name)
         else:
-            torch.save(tensors, name)
+            torch.save(dict(tensors), name)
 
     files.write(path, fill)
     files.write_json(
@@ -84,12 +98,13 @@ def save(
         {
             "format": _FORMAT,
             "version": _VERSION,
-            "step": step,
+            "step": checkpoint.step,
             "tensors": path.name,
             "sha256": _sha256(path),
-            "identity": identity,
-            "extra": extra,
-            "history": history,
+            "identity": checkpoint.identity,
+            "extra": checkpoint.extra,
+            "tokenizer": checkpoint.tokenizer.to_json(),
+            "history": checkpoint.history,
         },
     )
     for old in folder.glob("step-*"):
@@ -129,7 +144,7 @@ def find(folder: Path) -> dict[str, Any] | None:
             " nothing was changed"
         )
     wanted = {"step": int, "tensors": str, "sha256": str, "identity": str, "history": list}
-    for key, kind in {**wanted, "extra": dict}.items():
+    for key, kind in {**wanted, "extra": dict, "tokenizer": dict}.items():
         if not isinstance(index.get(key), kind):
             raise TrainError(f"{path}: is damaged ({key} is missing or wrong); nothing was changed")
     return index
@@ -155,11 +170,12 @@ def load(folder: Path, identity: str) -> Checkpoint | None:
             tensors = load_file(path)
         else:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
+        tokenizer = Tokenizer.from_json(index["tokenizer"])
     except OSError as error:
         raise TrainError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ImportError as error:
         raise TrainError(f"{path}: needs safetensors: pip install safetensors") from error
-    return Checkpoint(index["step"], identity, index["history"], index["extra"], tensors)
+    return Checkpoint(index["step"], identity, index["history"], index["extra"], tokenizer, tensors)
 
 
 def _difference(saved: str, wanted: str) -> str:
@@ -171,7 +187,7 @@ def _difference(saved: str, wanted: str) -> str:
         return "its identity is unreadable"
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> None:
+def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, world: World) -> None:
     """Put everything back; TrainError where the tensors are not this model's."""
     state: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
@@ -188,19 +204,16 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> N
         if name not in state and twins:
             state[name] = state[twins[0]]
     try:
-        model.load_state_dict(state)
+        model.load_state_dict({k: world.divided(v, shared.get(k)) for k, v in state.items()})
     except RuntimeError as error:
         raise TrainError(f"the checkpoint does not fit the model: {error}") from error
     for name, parameter in model.named_parameters():
         if name in moments:
             optimizer.state[parameter] = {
-                key: value if key == "step" and not _on_device(optimizer)
-                else value.to(parameter.device)
+                key: world.divided(value, parameter) if key != "step"
+                else value.to(parameter.device) if _on_device(optimizer) else value
                 for key, value in moments[name].items()
             }  # fmt: skip
-    torch.set_rng_state(checkpoint.tensors["rng.cpu"])
-    if torch.cuda.is_available() and "rng.cuda" in checkpoint.tensors:
-        torch.cuda.set_rng_state(checkpoint.tensors["rng.cuda"])
 
 
 def _on_device(optimizer: Optimizer) -> bool:

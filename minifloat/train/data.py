@@ -1,4 +1,4 @@
-"""Bytes of real text: this Python's standard library, or the user's file or folder.
+"""Tokens of real text: this Python's standard library, or the user's file or folder.
 
 Files come in sorted order, and a hash of a file's name says whether it is for validation, so that
 the split is the same everywhere and always. A batch depends on the seed and the step alone: the
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from .errors import TrainError
+from .tokenizer import BYTES, Tokenizer, learn
+from .world import World
 
-__all__ = ["CAP", "Corpus", "batch", "load", "validation_batches"]
+__all__ = ["CAP", "Batches", "Corpus", "load", "mixed"]
 
 CAP = 16 * 2**20  # bytes of the standard library
 _SKIPPED = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
@@ -27,13 +29,20 @@ _TAIL = 10  # of a single file, one part in ten is for validation: its end
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes as uint8 tensors; `digest` is of both."""
+    """Tokens, in small integers; `sizes` are the bytes they stand for, `digest` is of all."""
 
     train: Tensor
     valid: Tensor
+    tokenizer: Tokenizer
     source: str
     files: int
+    sizes: tuple[int, int]
     digest: str
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the validation half: a loss per token over this is one per byte."""
+        return self.sizes[1] / len(self.valid)
 
 
 def _walk(root: Path, suffix: str) -> list[Path]:
@@ -66,8 +75,11 @@ def _read(root: Path, paths: list[Path], cap: int | None) -> tuple[bytearray, by
     return train, valid, count
 
 
-def load(path: str | None, context: int) -> Corpus:
-    """The corpus at `path`, or the standard library; each half holds a context and its target."""
+def load(path: str | None, context: int, vocab_size: int = BYTES) -> Corpus:
+    """The corpus at `path`, or the standard library; each half holds a context and its target.
+
+    More tokens than bytes are learned from the training half.
+    """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         train, valid, count = _read(root, _walk(root, ".py"), CAP)
@@ -86,38 +98,52 @@ def load(path: str | None, context: int) -> Corpus:
     if not valid:
         cut = len(train) - len(train) // _TAIL
         train, valid = train[:cut], train[cut:]
-    for name, part in (("training", train), ("validation", valid)):
+    tokenizer = learn(train, vocab_size) if vocab_size > BYTES else Tokenizer()
+    halves = [tokenizer.encode(part) for part in (train, valid)]
+    unit = "tokens" if tokenizer.merges else "bytes"
+    for name, part in zip(("training", "validation"), halves, strict=True):
         if len(part) <= context:
             raise TrainError(
-                f"{source}: too small: {len(part)} bytes are left for {name}, and a context of"
+                f"{source}: too small: {len(part)} {unit} are left for {name}, and a context of"
                 f" {context} needs at least {context + 1}: give more text, or a smaller --preset"
             )
-    digest = hashlib.sha256(train + b"|" + valid).hexdigest()
-    tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in (train, valid)]
-    return Corpus(tensors[0], tensors[1], source, count, digest)
+    digest = hashlib.sha256(train + b"|" + valid + repr(tokenizer.merges).encode()).hexdigest()
+    sizes = (len(train), len(valid))
+    return Corpus(halves[0], halves[1], tokenizer, source, count, sizes, digest)
 
 
-def _cut(part: Tensor, starts: Tensor, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    index = starts[:, None] + torch.arange(context + 1)
-    window = part[index].to(device, torch.int64, non_blocking=True)
-    return window[:, :-1], window[:, 1:]
+def mixed(*parts: int) -> int:
+    """A seed that depends on all of them."""
+    text = " ".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def batch(
-    corpus: Corpus, step: int, *, seed: int, size: int, context: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [size, context] of a step."""
-    mixed = hashlib.sha256(f"{seed} {step}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
-    last = len(corpus.train) - context
-    starts = torch.randint(last, (size,), generator=generator)
-    return _cut(corpus.train, starts, context, device)
+@dataclass(frozen=True)
+class Batches:
+    """A process's share of batches of `size` windows: tokens and targets [share, context]."""
 
+    corpus: Corpus
+    seed: int
+    size: int
+    context: int
+    world: World
 
-def validation_batches(
-    corpus: Corpus, *, count: int, size: int, context: int, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """`count` batches of windows spread evenly over the validation half."""
-    last = len(corpus.valid) - context - 1
-    starts = torch.linspace(0, last, count * size, dtype=torch.float64).long()
-    return [_cut(corpus.valid, part, context, device) for part in starts.view(count, size)]
+    def train(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(mixed(self.seed, step))
+        last = len(self.corpus.train) - self.context
+        starts = torch.randint(last, (self.size,), generator=generator)
+        return self._cut(self.corpus.train, starts)
+
+    def valid(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """`count` batches of windows spread evenly over the validation half."""
+        last = len(self.corpus.valid) - self.context - 1
+        starts = torch.linspace(0, last, count * self.size, dtype=torch.float64).long()
+        return [self._cut(self.corpus.valid, part) for part in starts.view(count, self.size)]
+
+    def _cut(self, part: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        own = starts[self.world.share(self.size)]
+        window = part[own[:, None] + torch.arange(self.context + 1)]
+        if self.world.device.type == "cuda":  # pinned, so that the copy waits for nothing
+            window = window.pin_memory()
+        window = window.to(self.world.device, non_blocking=True).to(torch.int64)
+        return window[:, :-1], window[:, 1:]

@@ -9,7 +9,11 @@ __all__ = ["TrainError", "pick"]
 
 
 class TrainError(Exception):
-    """Its message is for the user."""
+    """Its message is for the user; `told` where another process says it."""
+
+    def __init__(self, message: str, told: bool = False) -> None:
+        super().__init__(message)
+        self.told = told
 
 
 def pick(kind: str, name: str, known: Iterable[str]) -> str:

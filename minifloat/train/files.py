@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import TrainError
 
-__all__ = ["write", "write_json", "write_text"]
+__all__ = ["explained", "write", "write_json", "write_text"]
 
 
 def write(path: Path, fill: Callable[[str], None]) -> None:
@@ -21,7 +21,7 @@ def write(path: Path, fill: Callable[[str], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
-        raise _explained(path, error) from error
+        raise explained(path, error) from error
     os.close(handle)
     try:
         fill(name)
@@ -30,17 +30,18 @@ def write(path: Path, fill: Callable[[str], None]) -> None:
         os.chmod(name, 0o644)
         os.replace(name, path)
     except OSError as error:
-        raise _explained(path, error) from error
+        raise explained(path, error) from error
     except Exception as error:
         if "No space left" in str(error):  # safetensors has an exception of its own
-            raise _explained(path, OSError(errno.ENOSPC, "No space left on device")) from error
+            raise explained(path, OSError(errno.ENOSPC, "No space left on device")) from error
         raise
     finally:
         if os.path.exists(name):
             os.unlink(name)
 
 
-def _explained(path: Path, error: OSError) -> TrainError:
+def explained(path: Path, error: OSError) -> TrainError:
+    """What went wrong with `path`, in a sentence."""
     if error.errno == errno.ENOSPC:
         return TrainError(
             f"{path}: the disk is full, and nothing was overwritten: make room, then --resume"

@@ -6,6 +6,9 @@ import html
 import math
 from typing import Any
 
+from ..inspect import OPERANDS
+from ..inspect.html import color
+
 __all__ = ["COLORS", "Curve", "cells", "report", "smooth"]
 
 Curve = list[tuple[int, float]]
@@ -16,7 +19,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:820px;margin:2em auto;padding:
 h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}table{border-collapse:collapse}
 td,th{padding:.3em .9em;border-bottom:1px solid #d6d3d1;text-align:right}
 td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}
-.note{color:#57534e}
+.note{color:#57534e}.map td+td{border:2px solid #fff;text-align:center}
 """
 
 
@@ -123,6 +126,40 @@ def _table(rows: list[list[str]], head: bool) -> str:
     return "\n".join([*out, "</table>"])
 
 
+def _decibels(operand: dict[str, Any] | None) -> str:
+    """A cell: how far the error is below the signal; grey is high precision, or not known."""
+    if operand is None:
+        return "<td></td>"
+    level = operand["sqnr_db"]
+    grade = 1.0 if operand["exact"] else None if level is None else min(1.0, max(0.0, level / 40))
+    if operand["scale_min"] is None:
+        grade, text = None, "high"
+    else:
+        text = "exact" if operand["exact"] else "?" if level is None else f"{level:.1f}"
+    red, green, blue = color(grade)
+    lost = "".join(
+        f", {operand[name]:.2%} {said}"
+        for name, said in (("underflow", "become zero"), ("saturation", "are clipped"))
+        if operand[name] is not None
+    )
+    title = html.escape(f"{operand['gemm']}, {operand['format']}{lost}")
+    return f'<td style="background:rgb({red},{green},{blue})" title="{title}">{text}</td>'
+
+
+def _errors(layers: dict[str, Any]) -> str:
+    """A heat map of the layers' operands."""
+    out = [
+        "<h2>Quantization error by layer</h2>",
+        '<p class="note">Signal to quantization noise in dB, of each operand in one step after the'
+        ' last; 40 is green, 0 is red.</p><table class="map">',
+        "<tr><th>layer</th>" + "".join(f"<th>{name}</th>" for name in OPERANDS) + "</tr>",
+    ]
+    for name, layer in layers.items():
+        cells = "".join(_decibels(layer["operands"].get(operand)) for operand in OPERANDS)
+        out.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
+    return "\n".join([*out, "</table>"])
+
+
 def report(summary: dict[str, Any], curves: dict[str, Curve]) -> str:
     """The page."""
     options, runs = summary["options"], summary["runs"]
@@ -146,8 +183,9 @@ def report(summary: dict[str, Any], curves: dict[str, Curve]) -> str:
             f" {html.escape(next(iter(runs.values()))['recipe'])}</h1>",
             _table([head, *(cells(name, entry) for name, entry in runs.items())], True),
             said,
-            "<h2>Training loss</h2>",
+            f"<h2>Training loss (nats per {summary['data']['unit']})</h2>",
             svg(curves),
+            *(_errors(entry["errors"]) for entry in runs.values() if entry["errors"]),
             _bars("Throughput", "tokens/s", speed) if speed else "",
             _bars("Peak memory", "GiB", memory) if memory else "",
             "<h2>Environment</h2>",

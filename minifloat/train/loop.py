@@ -1,44 +1,40 @@
-"""One run: a model, its optimizer, its steps, its checkpoints."""
+"""One run: its steps, its metrics, its checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..models import Transformer
-from ..recipe import Recipe
-from . import checkpoint, data
+from . import checkpoint
+from .data import Corpus
 from .errors import TrainError
+from .metrics import Metrics
 from .options import Options
+from .peak import peak
 from .progress import Progress
+from .trainer import Job, Trainer, memory_explained
+from .world import World
 
-__all__ = ["Job", "Result", "run"]
+__all__ = ["Result", "run"]
 
 _SETTLE = 2  # steps until the clock of the throughput starts: compilation is in them
-_CLIP = 1.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one run is: its name, the recipe of each layer, and how its name is written down."""
-
-    name: str
-    recipe: str
-    recipes: dict[str, Recipe | None]
+_KEPT = ("seconds", "tokens_per_second", "peak_memory", "first_step_seconds")  # in a checkpoint
 
 
 @dataclass
 class Result:
-    """What a run gave. `validation` is None where it was stopped before the end."""
+    """What a run gave. `validation` is None where it was stopped before the end.
+
+    `errors` are the statistics of its casts by layer, none where nothing is quantized.
+    """
 
     name: str
     recipe: str
@@ -49,6 +45,7 @@ class Result:
     peak_memory: int | None = None
     first_step_seconds: float | None = None
     seconds: float = 0.0
+    errors: dict[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         values = asdict(self)
@@ -57,170 +54,75 @@ class Result:
         return {**values, "training_loss": losses[-1] if losses else None}
 
 
-def rate(step: int, steps: int, highest: float) -> float:
-    """Warm up over a twentieth of the steps, then down a cosine to a tenth."""
-    warm = max(1, steps // 20)
-    if step < warm:
-        return highest * (step + 1) / warm
-    part = (step - warm) / max(1, steps - warm)
-    return highest * (0.1 + 0.45 * (1 + math.cos(math.pi * part)))
-
-
-@contextlib.contextmanager
-def _explained(options: Options) -> Iterator[None]:
-    """Out of memory, in one sentence."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise TrainError(
-            f"the device is out of memory with {options.batch_size} sequences of"
-            f" {options.config.context} tokens: try a smaller --batch-size or --preset"
-        ) from error
-
-
-class _Trainer:
-    """The parts of a run that its steps share."""
-
-    def __init__(
-        self, job: Job, options: Options, corpus: data.Corpus, device: torch.device
-    ) -> None:
-        self.options, self.corpus, self.device = options, corpus, device
-        torch.manual_seed(options.seed)
-        self.model = Transformer(options.config, job.recipes, device=device)
-        decayed = [p for p in self.model.parameters() if p.ndim > 1]
-        rest = [p for p in self.model.parameters() if p.ndim <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-            betas=(0.9, 0.95),
-            fused=True,
-        )
-        self.call: Callable[..., Tensor] = self.model
-        if options.compile:
-            torch._dynamo.reset()
-            self.call = torch.compile(
-                self.model, fullgraph=True, backend=options.backend or "inductor"
-            )
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16):
-            return self.call(tokens, targets)
-
-    def step(self, step: int) -> tuple[Tensor, float]:
-        """(loss, learning rate) of a step; neither waits for the device."""
-        options = self.options
-        assert options.steps and options.batch_size and options.lr
-        lr = rate(step, options.steps, options.lr)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        loss = self.loss(
-            *data.batch(
-                self.corpus,
-                step,
-                seed=options.seed,
-                size=options.batch_size,
-                context=options.config.context,
-                device=self.device,
-            )
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP, foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach(), lr
-
-    def validate(self) -> float:
-        assert self.options.batch_size
-        batches = data.validation_batches(
-            self.corpus,
-            count=self.options.eval_batches,
-            size=self.options.batch_size,
-            context=self.options.config.context,
-            device=self.device,
-        )
-        with torch.no_grad():
-            losses = [self.loss(tokens, targets) for tokens, targets in batches]
-        return float(torch.stack(losses).double().mean())
-
-
-def _identity(job: Job, options: Options, corpus: data.Corpus, device: torch.device) -> str:
+def _identity(job: Job, options: Options, corpus: Corpus, device: torch.device) -> str:
     own = {"recipe": job.recipe, "data": corpus.digest, "device": device.type}
     return json.dumps({**options.identity(), **own}, sort_keys=True)
 
 
-def run(
-    job: Job,
-    options: Options,
-    corpus: data.Corpus,
-    device: torch.device,
-    metrics: IO[str],
-) -> Result:
-    """Train, from a checkpoint where there is one; write a line per step to `metrics`."""
-    with _explained(options):
-        return _run(job, options, corpus, device, metrics)
+def run(job: Job, options: Options, corpus: Corpus, world: World, metrics: Metrics) -> Result:
+    """Train, from a checkpoint where there is one; add a record per step to `metrics`."""
+    with memory_explained(options):
+        return _run(job, options, corpus, world, metrics)
 
 
-def _run(
-    job: Job, options: Options, corpus: data.Corpus, device: torch.device, metrics: IO[str]
-) -> Result:
-    assert options.steps and options.batch_size
+def _run(job: Job, options: Options, corpus: Corpus, world: World, metrics: Metrics) -> Result:
+    assert options.steps
     began = time.perf_counter()
-    identity = _identity(job, options, corpus, device)
+    identity = _identity(job, options, corpus, world.device)
     folder = None
     saved = None
     if options.checkpoint_dir is not None:
         folder = Path(options.checkpoint_dir) / job.name
         if options.resume:
-            saved = checkpoint.load(folder, identity)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+            with world.together():
+                saved = checkpoint.load(folder, identity)
+            step = -1 if saved is None else saved.step
+            world.agree(str(step), f"{folder}: the checkpoint's step")
     result = Result(job.name, job.recipe)
-    trainer = _Trainer(job, options, corpus, device)
+    trainer = Trainer(job, options, corpus, world)
     if saved is not None:
-        checkpoint.restore(saved, trainer.model, trainer.optimizer)
+        checkpoint.restore(saved, trainer.model, trainer.optimizer, world)
         result.history = list(saved.history)
         result.step = saved.step
-        for key, value in saved.extra.items():
-            setattr(result, key, value)
-        for record in result.history:
-            metrics.write(json.dumps(record) + "\n")
-        print(f"{job.name:>10}  goes on from step {saved.step}", flush=True)
+        for key in _KEPT:
+            setattr(result, key, saved.extra.get(key, getattr(result, key)))
+        metrics.add(*result.history)
+        world.say(f"{job.name:>10}  goes on from step {saved.step}")
     earlier = result.seconds
     last = options.steps if options.stop_after is None else min(options.steps, options.stop_after)
 
     def save() -> None:
-        if folder is not None:
-            result.seconds = earlier + time.perf_counter() - began
-            kept = ("seconds", "tokens_per_second", "peak_memory", "first_step_seconds")
-            checkpoint.save(
-                folder,
-                trainer.model,
-                trainer.optimizer,
-                step=result.step,
-                identity=identity,
-                history=result.history,
-                extra={name: getattr(result, name) for name in kept},
-            )
+        if folder is None:
+            return
+        result.seconds = earlier + time.perf_counter() - began
+        extra = {name: getattr(result, name) for name in _KEPT}
+        made = checkpoint.Checkpoint(
+            result.step, identity, result.history, extra, corpus.tokenizer, {}
+        )
+        checkpoint.save(folder, made, trainer.model, trainer.optimizer, world)
 
     _steps(trainer, result, last, metrics, save)
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        result.peak_memory = max(peak, result.peak_memory or 0)
+    used = peak(world.device)
+    if used is not None:
+        result.peak_memory = max(used, result.peak_memory or 0)
     if result.step >= options.steps:
         result.validation = trainer.validate()
+        if any(recipe is not None for recipe in job.recipes.values()):
+            result.errors = trainer.errors()
     result.seconds = earlier + time.perf_counter() - began
     return result
 
 
 def _steps(
-    trainer: _Trainer, result: Result, last: int, metrics: IO[str], save: Callable[[], None]
+    trainer: Trainer, result: Result, last: int, metrics: Metrics, save: Callable[[], None]
 ) -> None:
     """From `result.step` to `last`; losses are read in groups, so that the device is kept busy."""
-    options, first = trainer.options, result.step
+    options, world, first = trainer.options, trainer.world, result.step
     assert options.steps and options.batch_size
     tokens = options.batch_size * options.config.context
     waiting: list[tuple[int, Tensor, float]] = []
     clock, counted = time.perf_counter(), 0
-    with Progress(result.name, options.steps, first, options.log_every) as progress:
+    with Progress(result.name, options.steps, first, not world.leads) as progress:
         while result.step < last:
             loss, lr = trainer.step(result.step)
             result.step += 1
@@ -230,7 +132,7 @@ def _steps(
             saves = ends or result.step % options.checkpoint_every == 0
             if not (saves or ran <= _SETTLE or result.step % options.log_every == 0):
                 continue
-            values = torch.stack([loss for _, loss, _ in waiting]).tolist()
+            values = world.mean(torch.stack([loss for _, loss, _ in waiting])).tolist()
             now = time.perf_counter()
             if ran <= _SETTLE:
                 if ran == 1 and result.first_step_seconds is None:
@@ -240,17 +142,19 @@ def _steps(
             else:
                 counted += len(waiting)
                 result.tokens_per_second = counted * tokens / (now - clock)
-            for (step, _, lr), value in zip(waiting, values, strict=True):
-                record = {"run": result.name, "step": step, "loss": value, "lr": lr}
-                result.history.append(record)
-                metrics.write(json.dumps(record) + "\n")
-            metrics.flush()
+            records = [
+                {"run": result.name, "step": step, "loss": value, "lr": lr}
+                for (step, _, lr), value in zip(waiting, values, strict=True)
+            ]
+            result.history += records
+            metrics.add(*records)
             waiting.clear()
-            if not math.isfinite(values[-1]):
-                raise TrainError(
-                    f"the loss of {result.name} is {values[-1]} at step {result.step}: try a lower"
-                    " --lr or another --recipe"
-                )
+            for record in records:
+                if not math.isfinite(record["loss"]):
+                    raise TrainError(
+                        f"the loss of {result.name} is {record['loss']} at step {record['step']}:"
+                        " try a lower --lr or another --recipe"
+                    )
             if ran != _SETTLE or ends:
                 progress.step(result.step, values[-1], result.tokens_per_second)
             if saves:

@@ -21,13 +21,13 @@ def draw(path: Path, curves: dict[str, Curve], summary: dict[str, Any]) -> None:
     for (name, curve), color in zip(curves.items(), COLORS, strict=False):
         steps, losses = [step for step, _ in curve], [loss for _, loss in curve]
         entry = summary["runs"][name]
-        label = name if entry["recipe"] == "none" else f"{name}: {entry['recipe']}"
+        label = name if entry["recipe"] == name else f"{name}: {entry['recipe']}"
         if entry["validation"] is not None:
             label += f" (validation {entry['validation']:.4f})"
         axes.plot(steps, losses, color=color, alpha=0.3, linewidth=1)
         axes.plot(steps, smooth(losses), color=color, linewidth=2, label=label)
     axes.set_xlabel("step")
-    axes.set_ylabel("training loss (nats per byte)")
+    axes.set_ylabel(f"training loss (nats per {summary['data']['unit']})")
     axes.grid(alpha=0.3)
     if curves:
         axes.legend()

@@ -17,15 +17,15 @@ def _clock(seconds: float) -> str:
 
 
 class Progress:
-    """`with Progress(...) as p: p.step(...)`: loss, tokens/s and time left."""
+    """`with Progress(...) as p: p.step(...)`: loss, tokens/s and time left, unless `quiet`."""
 
-    def __init__(self, name: str, steps: int, start: int, log_every: int) -> None:
-        self.name, self.steps, self.log_every = name, steps, log_every
+    def __init__(self, name: str, steps: int, start: int, quiet: bool) -> None:
+        self.name, self.steps, self.quiet = name, steps, quiet
         self.done = self.start = start
         self.bar: Any = None
         self.task: Any = None
         self.loss = float("nan")
-        if sys.stdout.isatty() and find_spec("rich") is not None:
+        if not quiet and sys.stdout.isatty() and find_spec("rich") is not None:
             from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
@@ -62,7 +62,7 @@ class Progress:
         left = spent / max(1, done - self.start) * (self.steps - done)
         if self.bar is not None:
             self.bar.update(self.task, completed=done, loss=loss, speed=speed or 0.0)
-        else:
+        elif not self.quiet:
             print(
                 f"{self.name:>10}  step {done:>5}/{self.steps}  loss {loss:.4f}"
                 + (f"  {speed:>9,.0f} tokens/s  ETA {_clock(left)}" if speed else ""),

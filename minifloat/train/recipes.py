@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from fnmatch import fnmatchcase
 
 from .. import recipe
-from ..formats import HIGH_PRECISION
 from ..models import Flops
-from ..recipe import Plan, Recipe
+from ..recipe import Recipe
+from ..recipe.plan import products
 from .errors import TrainError, pick
 
 __all__ = ["RECIPES", "quantized_share", "recipe_map", "short_name"]
@@ -18,8 +19,11 @@ RECIPES: dict[str, Recipe | None] = {
     "block": recipe.Float8BlockScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
     "nvfp4": recipe.NVFP4BlockScaling(),
-    "none": None,
+    "bf16": None,
 }
+# The share of the layers, the last ones, that a name without a pattern leaves in high precision: in
+# NVIDIA's report on pre-training with NVFP4 (arXiv:2509.25149) about 15%, most of them at the end.
+_KEPT = {"nvfp4": 0.15}
 
 
 def short_name(wanted: Recipe) -> str:
@@ -35,24 +39,36 @@ def _named(name: str) -> str:
     if name == "default":
         return short_name(recipe.get_default_recipe())
     by_class = {type(r).__name__: n for n, r in RECIPES.items() if r is not None}
-    return pick("recipe", by_class.get(name, name), RECIPES)
+    return pick("recipe", {"none": "bf16", **by_class}.get(name, name), RECIPES)
 
 
 def recipe_map(text: str, layers: list[str]) -> tuple[str, dict[str, Recipe | None]]:
-    """(a name for the run, recipe of each layer) of a name or of `PATTERN=NAME,...`.
+    """(a name for the run, recipe of each layer) of `NAME`, of `PATTERN=NAME,...` or of both.
 
-    The first pattern that matches a layer decides; one that none matches is in high precision.
+    The first pattern that matches a layer decides. Where none does, the name that has no pattern
+    does, for some recipes not in the last layers, and without one the layer is in high precision.
     """
-    if "=" not in text:
-        name = _named(text)
-        return name, dict.fromkeys(layers, RECIPES[name])
-    rules = []
+    rules: list[tuple[str, str]] = []
+    rest: list[str] = []
     for part in filter(str.strip, text.split(",")):
         pattern, equals, name = part.partition("=")
-        if not equals or not pattern.strip():
+        if not equals:
+            rest.append(_named(part))
+        elif not pattern.strip():
             raise TrainError(f"--recipe: {part.strip()!r} is not PATTERN=NAME")
-        rules.append((pattern.strip(), _named(name)))
-    chosen: dict[str, Recipe | None] = {}
+        else:
+            rules.append((pattern.strip(), _named(name)))
+    if not rules and not rest:
+        raise TrainError(f"--recipe {text!r}: names nothing: there are {', '.join(RECIPES)}")
+    if len(rest) > 1:
+        raise TrainError(
+            f"--recipe: {' and '.join(rest)} have no pattern: one recipe is for the other layers"
+        )
+    otherwise = RECIPES[rest[0]] if rest else None
+    chosen: dict[str, Recipe | None] = dict.fromkeys(layers, otherwise)
+    kept = math.ceil(len(layers) * _KEPT.get(rest[0], 0.0)) if rest else 0
+    for layer in layers[len(layers) - kept :]:
+        chosen[layer] = None
     used: set[str] = set()
     for layer in layers:
         for pattern, name in rules:
@@ -66,15 +82,9 @@ def recipe_map(text: str, layers: list[str]) -> tuple[str, dict[str, Recipe | No
                 f"--recipe: {pattern!r} decides for no layer; they are called"
                 f" {', '.join(layers[:3])}, ..."
             )
-    return ",".join(f"{pattern}={name}" for pattern, name in rules), chosen
-
-
-def _products(plan: Plan) -> int:
-    """How many of the three products multiply quantized operands."""
-    pairs = [(plan.x_row, plan.w_row)]
-    if plan.override == "":
-        pairs += [(plan.g_row, plan.w_col), (plan.g_col, plan.x_col)]
-    return sum(all(cast.format.name != HIGH_PRECISION.name for cast in pair) for pair in pairs)
+    if kept:
+        rest = [f"{rest[0]} ({kept} of {len(layers)} layers in bf16)"]
+    return ",".join([*rest, *(f"{pattern}={name}" for pattern, name in rules)]), chosen
 
 
 def quantized_share(flops: Flops, recipes: dict[str, Recipe | None]) -> float:
@@ -82,5 +92,5 @@ def quantized_share(flops: Flops, recipes: dict[str, Recipe | None]) -> float:
     total = 0.0
     for layer, used in recipes.items():
         if used is not None:
-            total += flops.layer[layer] * _products(used.plan()) / 3
+            total += flops.layer[layer] * sum(p.quantized for p in products(used.plan())) / 3
     return total / flops.total

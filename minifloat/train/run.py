@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,25 +21,16 @@ from ..models import Transformer, gemm_flops
 from ..modules.advice import served
 from . import checkpoint, data, files, html, plot
 from .errors import TrainError
-from .loop import Job, Result, run
+from .loop import Result, run
+from .metrics import Metrics
 from .options import Options
 from .recipes import quantized_share, recipe_map
+from .trainer import Job
+from .world import World, joined
 
 __all__ = ["train"]
 
 BASELINE = "bf16"
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        said = str(error).splitlines()[0]
-        raise TrainError(f"--device {name}: cannot be used here: {said}") from error
-    return device
 
 
 def _backend(options: Options, device: torch.device) -> str | None:
@@ -55,7 +49,8 @@ def _backend(options: Options, device: torch.device) -> str | None:
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
-def _environment(device: torch.device) -> dict[str, Any]:
+def _environment(world: World) -> dict[str, Any]:
+    device = world.device
     capability = env.capability(device)
     return {
         "minifloat": __version__,
@@ -63,12 +58,13 @@ def _environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": env.triton_version() or "not installed",
         "device": env.device_name(device) + (f" (sm_{capability})" if capability else ""),
+        "processes": world.size,
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
     }
 
 
-def _checked_folder(options: Options, names: list[str]) -> None:
+def _checked_folder(options: Options, names: list[str], world: World) -> None:
     """A new run does not overwrite the checkpoints of another."""
     if options.checkpoint_dir is None:
         return
@@ -83,7 +79,7 @@ def _checked_folder(options: Options, names: list[str]) -> None:
             " and a new run needs another folder"
         )
     if options.resume and not there:
-        print(f"{folder}: no checkpoint there yet: starts at step 0")
+        world.say(f"{folder}: no checkpoint there yet: starts at step 0")
 
 
 def _jobs(options: Options) -> list[Job]:
@@ -93,48 +89,83 @@ def _jobs(options: Options) -> list[Job]:
     low = any(recipe is not None for recipe in recipes.values())
     jobs = [Job("recipe", name, recipes)] if low else []
     if options.baseline or not low:
-        jobs.append(Job(BASELINE, "none", dict.fromkeys(layers)))
+        jobs.append(Job(BASELINE, BASELINE, dict.fromkeys(layers)))
     return jobs
 
 
 def train(options: Options) -> dict[str, Any]:
     """Run, print and write; the summary that `summary.json` holds."""
     began = time.perf_counter()
-    options = options.checked()
-    device = _device(options.device)
-    backend = _backend(options, device)
-    options = Options(**{**vars(options), "backend": backend})
-    jobs = _jobs(options)
-    _checked_folder(options, [job.name for job in jobs])
-    corpus = data.load(options.data, options.config.context)
-    parameters = sum(p.numel() for p in Transformer(options.config, device="meta").parameters())
-    print(
-        f"{options.preset}: {parameters / 1e6:.2f}M parameters, {options.steps} steps of"
-        f" {options.batch_size} x {options.config.context} bytes of {corpus.source}"
-        f" ({corpus.files} files, {len(corpus.train) / 1e6:.1f} MB and"
-        f" {len(corpus.valid) / 1e6:.1f} MB for validation)"
-    )
-    how = f"torch.compile(fullgraph=True, backend={backend!r})" if options.compile else "eager"
-    print(f"{env.device_name(device)}, {how}; recipe {jobs[0].recipe}", flush=True)
-    out = Path(options.out)
-    results = []
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / "metrics.jsonl", "w", encoding="utf-8") as metrics:
-            for job in jobs:
-                results.append(run(job, options, corpus, device, metrics))
-    except OSError as error:
-        raise TrainError(f"--out {out}: {error.strerror or error}") from error
-    summary = _summary(options, device, corpus, jobs, results)
-    summary["parameters"] = parameters
-    summary["seconds"] = time.perf_counter() - began
-    _write(out, summary, results)
+    with joined(options.device) as world:
+        with world.together():
+            options = options.checked()
+            options = replace(options, backend=_backend(options, world.device))
+            _checked_shares(options, world)
+            jobs = _jobs(options)
+            _checked_folder(options, [job.name for job in jobs], world)
+            assert options.vocab_size
+            corpus = data.load(options.data, options.config.context, options.vocab_size)
+        world.agree(corpus.digest, f"{corpus.source}: the text")
+        parameters = sum(p.numel() for p in Transformer(options.config, device="meta").parameters())
+        _announce(options, world, corpus, parameters, jobs[0].recipe)
+        out = Path(options.out)
+        with _located(world), Metrics(out / "metrics.jsonl" if world.leads else None) as metrics:
+            results = [run(job, options, corpus, world, metrics) for job in jobs]
+        summary = _summary(options, world, corpus, jobs, results)
+        summary["parameters"] = parameters
+        summary["seconds"] = time.perf_counter() - began
+        if world.leads:
+            _write(out, summary, results)
     return summary
+
+
+@contextlib.contextmanager
+def _located(world: World) -> Iterator[None]:
+    """An error in the middle of a run names the process, if there are several."""
+    try:
+        yield
+    except TrainError as error:
+        if world.size == 1 or error.told:
+            raise
+        raise TrainError(f"process {world.rank}: {error}") from error
+
+
+def _checked_shares(options: Options, world: World) -> None:
+    assert options.batch_size
+    if options.batch_size % world.size:
+        raise TrainError(
+            f"--batch-size {options.batch_size}: {world.size} processes cannot share it: it must be"
+            f" a multiple of {world.size}"
+        )
+
+
+def _announce(
+    options: Options, world: World, corpus: data.Corpus, parameters: int, recipe: str
+) -> None:
+    config = options.config
+    experts = f" in {config.experts} experts, {config.top_k} a token" if config.experts else ""
+    world.say(
+        f"{options.preset}: {parameters / 1e6:.2f}M parameters{experts}, {options.steps} steps of"
+        f" {options.batch_size} x {config.context} {options.unit}s of {corpus.source}"
+        f" ({corpus.files} files, {corpus.sizes[0] / 1e6:.1f} MB and"
+        f" {corpus.sizes[1] / 1e6:.1f} MB for validation)"
+    )
+    if corpus.tokenizer.merges:
+        world.say(
+            f"{corpus.tokenizer.vocab_size} tokens, each {corpus.bytes_per_token:.2f} bytes on"
+            " average; losses are per token"
+        )
+    how = "eager"
+    if options.compile:
+        each = ", each block" if options.compile_blocks or world.size > 1 else ""
+        how = f"torch.compile(fullgraph=True, backend={options.backend!r}){each}"
+    several = f", {world.size} processes" if world.size > 1 else ""
+    world.say(f"{env.device_name(world.device)}{several}, {how}; recipe {recipe}")
 
 
 def _summary(
     options: Options,
-    device: torch.device,
+    world: World,
     corpus: data.Corpus,
     jobs: list[Job],
     results: list[Result],
@@ -143,7 +174,7 @@ def _summary(
     runs = {}
     for job, result in zip(jobs, results, strict=True):
         plans = {recipe.plan() for recipe in job.recipes.values() if recipe is not None}
-        backends = sorted({str(served(plan, device)[0]) for plan in plans})
+        backends = sorted({str(served(plan, world.device)[0]) for plan in plans})
         runs[result.name] = {
             **result.summary(),
             "quantized_share_of_gemm_flops": quantized_share(flops, job.recipes),
@@ -155,10 +186,16 @@ def _summary(
         gap = validation[0] / validation[1] - 1
     return {
         "options": {k: v for k, v in vars(options).items() if k != "debug"},
-        "data": {"source": corpus.source, "files": corpus.files, "sha256": corpus.digest},
+        "data": {
+            "source": corpus.source,
+            "files": corpus.files,
+            "sha256": corpus.digest,
+            "unit": options.unit,
+            "bytes_per_token": corpus.bytes_per_token,
+        },
         "runs": runs,
         "validation_gap": gap,
-        "environment": _environment(device),
+        "environment": _environment(world),
     }
 
 
