@@ -191,7 +191,7 @@ def test_a_graph_of_ones_own(name: str, way: str) -> None:
         expected, got = step(layer, layer, way, i, recipe), captured.replay(i)
         same(expected, got)
         if name == "delayed":  # every replay is a step of its state
-            moved = [n for n in before if n.endswith(("scale_input", "history_backward"))]
+            moved = [n for n in before if n.endswith(("history_forward", "history_backward"))]
             assert moved and not any(torch.equal(got[n], before[n]) for n in moved)
             before = got
 
