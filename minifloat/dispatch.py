@@ -30,6 +30,7 @@ __all__ = [
     "choose",
     "dequantize",
     "fake_quantize",
+    "matrix",
     "quantize",
     "quantize_scaled",
     "swizzle",
@@ -71,7 +72,7 @@ def _on_gpu(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_cuda
 
 
-def _2d(x: Tensor) -> Tensor:
+def matrix(x: Tensor) -> Tensor:
     """`x` as `[M, K]` with unit stride along K: a view wherever its strides allow one."""
     if x.dim() != 2:
         x = x.reshape(flatten(x.shape))
@@ -159,7 +160,7 @@ def _quantize(  # noqa: PLR0913  (the operator's)
     out = {p.name: _empty(x, p.shape, p.dtype) for p in described}
     if keep_amax:
         out["amax"] = _empty(x, (1,), torch.float32)
-    kernels.quantize(_2d(x), row, col, out, row_amax, col_amax, seed)
+    kernels.quantize(matrix(x), row, col, out, row_amax, col_amax, seed)
     return list(out.values())
 
 
@@ -230,7 +231,7 @@ def _directions(row: Cast | None, col: Cast | None) -> list[tuple[Cast, bool]]:
 
 def _amax(x: Tensor, row: Cast | None, col: Cast | None) -> list[Tensor]:
     kernels = _kernels(x, row, col)
-    x2 = _2d(x)
+    x2 = matrix(x)
     if kernels is None:
         return [reference.amax(x2, c, col=is_col) for c, is_col in _directions(row, col)]
     out = _amax_fake(x, row, col)
@@ -309,7 +310,7 @@ def _quantize_scaled(
         out = {p.name: _empty(x, p.shape, p.dtype) for p in _scaled_parts(x, cast, row, col)}
         if keep_scale:
             out["kept"] = _empty(x, (1,), torch.float32)
-        kernels.quantize_scaled(_2d(x), scale, amax, cast, out)
+        kernels.quantize_scaled(matrix(x), scale, amax, cast, out)
         return list(out.values())
     data, scale_inv, seen = reference.quantize_scaled(x, scale.reshape(1), cast)
     data = _compact(data, x.shape)
@@ -420,7 +421,7 @@ def _transpose(data: Tensor) -> Tensor:
     from .kernels import entry as kernels
 
     out = _empty(data, transposed_shape(data.shape), data.dtype)
-    kernels.transpose(_2d(data).contiguous(), out)
+    kernels.transpose(matrix(data).contiguous(), out)
     return out
 
 
@@ -494,7 +495,7 @@ def _fake_quantize(
     seed: Tensor | None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    x2 = _2d(x)
+    x2 = matrix(x)
     out = _fake_buffers(x, row, col, keep_col)
     names = [n for n in out if n.endswith("amax")]
     if names:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ __all__ = [
     "capability",
     "device_name",
     "reference_only",
+    "shared_memory",
     "triton_available",
     "triton_version",
 ]
@@ -55,6 +57,14 @@ def triton_version() -> str | None:
 def _capability(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one block of threads may ask for."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    # Builds that do not tell have it at the least for what we run on: sm_90's.
+    return int(getattr(properties, "shared_memory_per_block_optin", 227 << 10))
 
 
 def capability(device: torch.device | str) -> int | None:

@@ -7,6 +7,7 @@ other is here.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -246,7 +247,7 @@ class Experts(Module):
         num, name = self.num_gemms, f"{self._where()}: {argument}"
         traced = torch.compiler.is_compiling()
         if not isinstance(given, Tensor):
-            found = list(given)
+            found = [operator.index(n) for n in given]
             ragged.check_sizes(found, num, rows, name)
             if traced:
                 return torch.tensor(found, dtype=torch.int64, device=device)
@@ -261,7 +262,10 @@ class Experts(Module):
             _assert_sizes(sizes, rows, name, traced)
             return sizes
         if traced or given.device.type != "cpu":
-            return given.to(device, torch.int64)
+            sizes = given.to(device, torch.int64)
+            if sizes.is_cuda:
+                _assert_sizes(sizes, rows, name, traced)
+            return sizes
         ragged.check_sizes(given.tolist(), num, rows, name)
         return _uploaded(given.to(torch.int64), device, name)
 
@@ -288,7 +292,8 @@ class Experts(Module):
             owners = self._weights()
             parts = (dw,) if self.single_grouped_weight else dw.unbind(0)
             for w, part in zip(owners, parts, strict=True):
-                w.grad = part if w.grad is None else w.grad + part
+                if w.requires_grad:
+                    w.grad = part if w.grad is None else w.grad + part
         for hook in store.hooks:
             hook()
 

@@ -142,6 +142,11 @@ def contraction(
     """
     arguments = (*a, *b, *members)
     if out is not None:
+        shape = (members.sizes.shape[0], a.shape[1], b.shape[1])
+        if tuple(out.shape) != shape:
+            raise ValueError(
+                f"main_grad: got shape {tuple(out.shape)}; the gradient of the weights has {shape}"
+            )
         if library.traced():
             library.op("grouped_contraction_into")(*arguments, out, accumulate, fast)
         else:
@@ -235,6 +240,7 @@ def _sums_fake(a: Tensor, sizes: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------- all at once
+_GROUPED_MM = (9, 10)  # where PyTorch's grouped product is a kernel; elsewhere it reads the sizes
 _FP8_DOT = 89  # the first compute capability whose tensor cores multiply 8-bit floats
 
 
@@ -355,7 +361,7 @@ def _rows_at_once(
     if x.blocks is not None:
         blocks = kernel.SQUARE if b.cast.format.square else kernel.LINES
     kernel.rows(
-        x.data,
+        x.data if x.data.stride(1) == 1 else x.data.contiguous(),
         w.data,
         group.tiles,
         y,
@@ -373,6 +379,11 @@ def _contraction_at_once(
 ) -> None:
     from .kernels import grouped_gemm as kernel
 
+    if not out.is_contiguous():
+        made = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        _contraction_at_once(a, b, group, made, False, fast)
+        out.add_(made) if accumulate else out.copy_(made)
+        return
     codes = _as_codes(a, b)
     padded = a.spread or b.spread
     if padded:
@@ -411,15 +422,20 @@ def _spread_out(g: Grouped, group: Members) -> Grouped:
 
 def _takes(out: Tensor, *operands: Tensor) -> bool:
     """Whether PyTorch's grouped product takes these: bf16, with lines of 16 bytes."""
-    if out.dtype is not torch.bfloat16 or out.numel() == 0:
+    capability = env.capability(out.device)
+    if capability is None or capability // 10 not in _GROUPED_MM:
+        return False
+    # It pads the lines of its result to 16 bytes, where ours are as long as they are.
+    if out.dtype is not torch.bfloat16 or out.numel() == 0 or out.shape[-1] % 8 != 0:
         return False
     for o in operands:
-        last = 1 if o.stride(-1) == 1 else o.stride(-1)
-        line = o.stride(-2) if o.stride(-1) == 1 else last
+        straight = o.stride(-1) == 1
+        line, length = (o.stride(-2), o.shape[-1]) if straight else (o.stride(-1), o.shape[-2])
         if (
             o.dtype is not torch.bfloat16
             or 1 not in o.stride()[-2:]
             or line % 8 != 0
+            or line < length
             or o.numel() == 0
             or o.data_ptr() % 16 != 0
         ):

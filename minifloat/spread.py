@@ -73,8 +73,9 @@ def _members(sizes: Tensor, rows: int) -> list[Tensor]:
 
         kernel.tables(sizes, table, tiles, rows, PAD)
         return [table, tiles]
-    ends = sizes.clamp(min=0).cumsum(0)
-    starts = (ends - sizes.clamp(min=0)).clamp(max=rows)
+    real = sizes.clamp(0, rows)  # of wrong ones, no sum leaves int64
+    ends = real.cumsum(0)
+    starts = (ends - real).clamp(max=rows)
     ends = ends.clamp(max=rows)
     room = ((ends - starts + PAD - 1) // PAD * PAD).clamp(min=PAD)
     after = room.cumsum(0)
@@ -177,6 +178,11 @@ def quantize(
     """
     check_input(x, row, col)
     check_seed(seed)
+    if any([c is not None and c.layout[9] for c in (row, col)]):  # noqa: C419  (traced)
+        raise ValueError(
+            "row_scaled: groups have one amax for each member; cast members apart, or use a recipe "
+            "without row scaling"
+        )
     arguments = (x, *members, row, col, seed)
     made = library.op("spread_quantize")(*arguments) if library.traced() else _quantize(*arguments)
     return dict(zip(_names(row, col), made, strict=True))
@@ -204,7 +210,7 @@ def _quantize(  # noqa: PLR0913  (the operator's)
     found = dict(zip(_names(row, col), made, strict=True))
     fused = ragged.kernels(x, row, col)
     if fused is not None:
-        fused.spread(x, tiles, sizes.shape[0], row, col, seed, found)
+        fused.spread(dispatch.matrix(x), tiles, sizes.shape[0], row, col, seed, found)
         return made
     amax = found.pop("amax", None)
     for e, member, place in _each(x, table, found, row, col):
@@ -309,7 +315,7 @@ def _quantize_scaled(  # noqa: PLR0913
     found = dict(zip(_names(one, other), made, strict=True))
     fused = ragged.kernels(x, one, other)
     if fused is not None:
-        fused.spread_scaled(x, tiles, sizes.shape[0], scales, cast, found)
+        fused.spread_scaled(dispatch.matrix(x), tiles, sizes.shape[0], scales, cast, found)
         return made
     seen = found.pop("amax")
     for e, member, place in _each(x, table, found, one, other):
@@ -366,8 +372,10 @@ def _dequantize(
     of_row = of_row.clamp(max=table.shape[0] - 1)
     if cast.format.two_level:
         assert amax is not None
-        cast = cast.replace(row_scaled=True)  # the same arithmetic, by the amax of each row
-        return dispatch.dequantize(data, scale, amax[of_row], cast, shape, dtype)
+        # The same arithmetic, by the amax of each row. How codes were found is no matter here.
+        fmt = find_format(cast.format.element, cast.format.scale, (1, cast.format.tile[1]))  # type: ignore[arg-type,index]
+        by_row = Cast(fmt.name, scale_max=cast.scale_max, row_scaled=True)
+        return dispatch.dequantize(data, scale, amax[of_row], by_row, shape, dtype)
     if cast.format.tile is not None:
         return dispatch.dequantize(data, scale, None, as_lines(cast), shape, dtype)
     assert scale is not None and cast.format.element is not None

@@ -209,3 +209,25 @@ def test_all_at_once(name: str, n: int, k: int, fast: bool) -> None:
             assert error(got, want) < bound, (what, i)
             if what == "wgrad":
                 assert error(into[i] - 1, want) < bound, i
+
+
+def test_a_gradient_of_another_shape() -> None:
+    group = grouped(torch.tensor(SIZES[0]))
+    a, b = cast(torch.randn(55, N), group, HIGH, True), cast(torch.randn(55, K), group, HIGH, True)
+    with pytest.raises(ValueError, match="main_grad: got shape"):
+        contraction(a, b, group, torch.float32, out=torch.zeros(4, N, K + 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["high", "e4m3", "block"])
+def test_into_a_view(name: str) -> None:
+    split, n, k = [40, 0, 30], 64, 48
+    how = CASTS[name]
+    group = grouped(torch.tensor(split, device="cuda"), 70)
+    g, x = (torch.randn(70, d, device="cuda", dtype=torch.bfloat16) for d in (n, k))
+    a, b = cast(g, group, how, True), cast(x, group, of_weight(how), True)
+    want = contraction(a, b, group, torch.float32)
+    for into in (torch.zeros(3, n, k + 8, device="cuda")[:, :, :k],
+                 torch.zeros(3, k, n, device="cuda").transpose(1, 2)):  # fmt: skip
+        got = contraction(a, b, group, torch.float32, out=into, accumulate=True)
+        assert torch.equal(got, want)

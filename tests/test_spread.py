@@ -181,7 +181,7 @@ def test_inf_and_nan_stay_with_their_member(device: str) -> None:
 def test_wrong_sizes_write_nowhere_else(device: str) -> None:
     """Too many rows are cut off, and negative sizes are none."""
     rows = 40
-    for sizes in ([30, 30, 30], [-5, 20, 100], [1 << 20, 1, 1]):
+    for sizes in ([30, 30, 30], [-5, 20, 100], [1 << 20, 1, 1], [1 << 62] * 3):
         group = spread.members(torch.tensor(sizes, device=device), rows)
         table = group.table.cpu()
         assert table.min() >= 0 and table[:, :2].max() <= rows
@@ -208,3 +208,46 @@ def test_operators_have_right_fakes() -> None:
     found = spread.quantize(x, group, cast, None)
     arguments = (found["row_data"], found["scale"], None, group.table, cast, [35, 40], x.dtype)
     check(ops.spread_dequantize.default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_are_followed(device: str) -> None:
+    """Of the matrix, and of the sizes."""
+    counts = torch.tensor([[3, 100], [25, 200], [2, 300]], device=device)
+    x = torch.randn(64, 30, device=device)
+    cast = Cast("fp8_e4m3")
+    for strided in (x.t(), x[:30, ::2], x[:1, :16].expand(30, 16)):
+        group = spread.members(counts[:, 0], 30)
+        assert group.table[:, 1].tolist() == [3, 28, 30]
+        group_of = spread.members(counts[:, 0].contiguous(), 30)
+        got = spread.quantize(strided, group, cast, None)
+        want = spread.quantize(strided.contiguous(), group_of, cast, None)
+        assert torch.equal(got["row_data"], want["row_data"])
+        flat = ragged.quantize(strided, counts[:, 0], 3, cast, None)
+        assert torch.equal(flat[0][: strided.numel()].view(got["row_data"].shape), want["row_data"])
+
+
+def test_an_amax_for_each_row_is_refused() -> None:
+    group = spread.members(torch.tensor([3, 5]), 8)
+    with pytest.raises(ValueError, match="row_scaled: groups have one amax for each member"):
+        spread.quantize(torch.randn(8, 32), group, _NVFP4.replace(row_scaled=True), None)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_16x16", "stochastic", "mxfp8_e4m3", "fp8_e4m3"])
+def test_values_of_a_row_copy(name: str) -> None:
+    row = CASTS[name][0]
+    sizes, k = [3, 0, 20], 40
+    x = source(23, k, torch.bfloat16, sizes)
+    group = spread.members(torch.tensor(sizes), 23)
+    found = spread.quantize(x, group, row, None, seed=seed_of(row, "cpu"))
+    scale = found.get("row_scale", found.get("scale"))
+    got = spread.dequantize(
+        found["row_data"], scale, found.get("row_amax"), group, row, (23, k), torch.bfloat16
+    )
+    for e, (part, member) in enumerate(
+        zip(torch.split(got, sizes), torch.split(x, sizes), strict=True)
+    ):
+        made = alone(member, row, None, e)
+        of = made.get("row_scale", made.get("scale"))
+        args = (made["row_data"], of, made.get("row_amax"), row, member.shape, torch.bfloat16)
+        assert torch.equal(part, dispatch.dequantize(*args))

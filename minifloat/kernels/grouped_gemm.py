@@ -3,10 +3,10 @@
     rows         y[r_e] = a[r_e] b_e^T (+ bias_e)
     contraction  d_e    = a[:, r_e] b[:, r_e]^T
 
-What PyTorch's grouped products take (bf16; E4M3 by E4M3 in rows of 16 bytes) goes to them; this is
-for the rest: E5M2 operands, scales per block, any width, a bias, an fp32 result, one that is added
-to. Operands are codes of 8 bits or values, with the contraction last for codes. Rows past a
-member's end are read from its neighbour and not stored.
+What PyTorch's grouped product takes (bf16 in rows of 16 bytes) goes to it; this is for the rest:
+codes, scales per block, any width, a bias, an fp32 result, one that is added to. Operands are codes
+of 8 bits or values, with the contraction last for codes. Rows past a member's end are read from its
+neighbour and not stored.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import env
 from ..formats import cdiv
 from .members import ENTRY, TILE, WIDTH
 from .variant import Config, Launch, Variant
@@ -101,12 +102,13 @@ def rows_kernel(
             else:
                 b_b = tl.load(p_b, mask=ok[:, None] & (o_n[None, :] < N), other=0.0)
             if BLOCKS > 0:
-                s_1 = tl.load(scale_a + i_k * s_m + o_a)  # [BM]
+                i_b = i_k * BK // 128
+                s_1 = tl.load(scale_a + i_b * s_m + o_a)  # [BM]
                 partial = tl.dot(b_a, b_b) * s_1[:, None]
                 if BLOCKS == 1:
-                    acc += partial * tl.load(scale_b + e * s_e + (i_n * BN // 128) * s_n + i_k)
+                    acc += partial * tl.load(scale_b + e * s_e + (i_n * BN // 128) * s_n + i_b)
                 else:
-                    s_2 = tl.load(scale_b + e * s_e + i_k * s_n + o_b)  # [BN]
+                    s_2 = tl.load(scale_b + e * s_e + i_b * s_n + o_b)  # [BN]
                     acc += partial * s_2[None, :]
             elif FAST:
                 acc = tl.dot(b_a, b_b, acc)
@@ -169,11 +171,10 @@ def contraction_kernel(  # noqa: PLR0915  (a kernel is one function)
             ok = (o_t < size - t * BK)[:, None]
             b_b = tl.load(p_b, mask=ok & (o_k[None, :] < K), other=0.0)
         if BLOCKS:
-            s_1 = tl.load(p_s, mask=o_n < N, other=0.0)
-            s_2 = tl.load(p_r, mask=o_k < K, other=0.0)
+            i_b = t * BK // 128
+            s_1 = tl.load(p_s + i_b * s_n, mask=o_n < N, other=0.0)
+            s_2 = tl.load(p_r + i_b * s_k, mask=o_k < K, other=0.0)
             acc += tl.dot(b_a, b_b) * s_1[:, None] * s_2[None, :]
-            p_s += s_n
-            p_r += s_k
         elif FAST:
             acc = tl.dot(b_a, b_b, acc)
         else:
@@ -232,10 +233,24 @@ def contraction(
 
 def _kind(a: Tensor, fast: bool, blocks: int) -> tuple[str, bool]:
     """(key of CONFIGS, whether partial sums are kept in one accumulator)."""
+    if blocks:
+        return "fp8_lines" if blocks == LINES else "fp8_split", False
     if a.element_size() > 1:
         return ("fp32" if a.element_size() == 4 else "bf16"), a.element_size() < 4
-    one = fast and not blocks
-    return "fp8" if one else "fp8_lines" if blocks == LINES else "fp8_split", one
+    return "fp8" if fast else "fp8_split", fast
+
+
+def _fitting(config: Config, device: torch.device) -> Config:
+    """With as many stages as the device's shared memory holds, and a narrower tile if that is none
+    to speak of: sm_90 has 227 KiB, sm_89 and sm_120 have 99."""
+    if device.type != "cuda":
+        return config
+    limit = env.shared_memory(device)
+    while config.stages > 2 and config.stages * (config.m + config.k) * STEP > limit:
+        config = config._replace(stages=config.stages - 1)
+    if config.stages * (config.m + config.k) * STEP > limit:
+        config = config._replace(k=64)
+    return config
 
 
 def _rows(
@@ -254,6 +269,7 @@ def _rows(
     n, k = b.shape[1:]
     if n <= 128 and config.k > 128:
         config = config._replace(k=128)
+    config = _fitting(config, a.device)
     step = STEP // a.element_size()
     args = {
         "a": a,
@@ -306,6 +322,7 @@ def _contraction(
     num, n, k = out.shape
     if kind == "fp8" and a.shape[1] >= LONG * num and n > 128:
         config = CONFIGS["fp8_long"]
+    config = _fitting(config, a.device)
     args = {
         "a": a,
         "b": b,

@@ -35,7 +35,8 @@ def tables_kernel(
     """One program for each member. Sizes that are wrong are cut off at `total` rows, or at 0."""
     e = tl.program_id(0)
     o_e = tl.arange(0, BE)
-    b_size = tl.maximum(tl.load(sizes + o_e, mask=o_e < num, other=0), 0).to(tl.int64)
+    b_size = tl.load(sizes + o_e, mask=o_e < num, other=0).to(tl.int64)
+    b_size = tl.minimum(tl.maximum(b_size, 0), total)  # of wrong ones, no sum leaves int64
     b_end = tl.cumsum(b_size, 0)
     b_start = tl.minimum(b_end - b_size, total)
     b_size = tl.minimum(b_end, total) - b_start
@@ -112,7 +113,7 @@ def tables(sizes: Tensor, table: Tensor, tiles: Tensor, rows: int, pad: int) -> 
 def _tables(sizes: Tensor, table: Tensor, tiles: Tensor, rows: int, pad: int) -> Launch:
     num = table.shape[0]
     args = {
-        "sizes": sizes,
+        "sizes": sizes.contiguous(),
         "table": table,
         "tiles": tiles,
         "n": tiles.shape[0],

@@ -199,3 +199,23 @@ def test_wrong_sizes_stop_the_device(sizes: str) -> None:
     )
     assert done.returncode != 0 and "right sizes pass" in done.stdout
     assert "GroupedLinear(moe): m_splits: none may be negative" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_and_splits_of_any_strides(name: str) -> None:
+    """A sum's gradient has one element, and a column of counts is not contiguous."""
+    made = Layer("single", RECIPES[name]())
+    counts = torch.tensor([[40, 1], [0, 2], [70, 3], [18, 4]], device="cuda")
+    found = []
+    for sizes, whole in ((counts[:, 0], False), (counts[:, 0].contiguous(), True)):
+        made.clear()
+        torch.manual_seed(0)
+        with mf.autocast(enabled=made.recipe is not None, recipe=made.recipe):
+            y = made.layer(made.x, sizes)
+        one = torch.ones((), device="cuda", dtype=BF16).expand(y.shape)
+        y.backward(one.contiguous() if whole else one)
+        found.append(made.results(y.detach()))
+    if name not in ("delayed", "nvfp4"):  # whose second step is not the first
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b)
+    assert all(t.isfinite().all() for t in found[0])
