@@ -560,6 +560,8 @@ def variants() -> Iterator[Variant]:
         for mode, group in groups.items():
             tag = f"{mode}_{sample.tag}"
             yield Variant.of(f"ragged_amax_{tag}", _amax(sample.x, group, bits))
+            launch = _transpose(code, sample.x.shape, group, code)
+            yield Variant.of(f"ragged_transpose_{tag}", launch)
             if mode != "spread" and not sample.every:
                 continue
             both = sample.x.dtype is not torch.float32

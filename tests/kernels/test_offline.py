@@ -49,7 +49,8 @@ IN_CI = re.compile(
     | ^norm-(amax|backward_add)_layer_bf16_(4000|20480)-
     | finish-
     | ^members-
-    | ^ragged-ragged_((current|scaled)_fp8_e4m3|fp8_e4m3_1x128|mxfp8_e4m3)_spread_bf16_4097x4000-
+    | ^ragged-ragged_(amax|transpose|(current|scaled)_fp8_e4m3)_spread_bf16_4097x4000-
+    | ^ragged-ragged_(fp8_e4m3_1x128|mxfp8_e4m3)_spread_bf16_4097x4000-
     | ^ragged_fp4-ragged_(amax|fp4)_hadamard_spread_bf16_4097x4000-
     | ^grouped_gemm-.*(fast|split|blocks1?)_whole-
     | ^fp4-fp4_(plain|stochastic|tiles)_both_bf16_4097x4000-
