@@ -57,7 +57,7 @@ def choose(cast: Cast | None, device: torch.device) -> tuple[str, str]:
 
 def _kernels(x: Tensor, row: Cast | None, col: Cast | None = None) -> Any:
     """The kernel package where it serves both casts on x's device in one go, else None."""
-    if not x.is_cuda or env.reference_only() or not env.triton_available():
+    if not env.runs_kernels(x):
         return None
     from .kernels import entry
 
@@ -416,7 +416,7 @@ def transpose(data: Tensor) -> Tensor:
 
 
 def _transpose(data: Tensor) -> Tensor:
-    if not data.is_cuda or env.reference_only() or not env.triton_available():
+    if not env.runs_kernels(data):
         return _transpose_reference(data)
     from .kernels import entry as kernels
 
@@ -444,7 +444,7 @@ def swizzle(scale: Tensor) -> Tensor:
 
 
 def _swizzle(scale: Tensor) -> Tensor:
-    if not scale.is_cuda or env.reference_only() or not env.triton_available():
+    if not env.runs_kernels(scale):
         return reference.swizzle(scale).clone(memory_format=torch.contiguous_format)
     from .kernels import entry as kernels
 

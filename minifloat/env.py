@@ -17,6 +17,7 @@ __all__ = [
     "capability",
     "device_name",
     "reference_only",
+    "runs_kernels",
     "shared_memory",
     "triton_available",
     "triton_version",
@@ -57,6 +58,11 @@ def triton_version() -> str | None:
 def _capability(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether Triton's kernels serve `x` where it is."""
+    return x.is_cuda and not reference_only() and triton_available()
 
 
 @cache

@@ -177,7 +177,7 @@ def _rows(*args: Any) -> Tensor:
     a, b, group = Grouped(*args[_A]), Grouped(*args[_B]), Members(*args[_M])
     out_dtype, bias, fast = args[17:]
     y = _rows_fake(*args)
-    if _on_device(a.data):
+    if env.runs_kernels(a.data):
         return _rows_at_once(a, b, group, y, bias, fast)
     num = group.num
     at = 0
@@ -211,7 +211,7 @@ def _contraction_fake(*args: Any) -> Tensor:
 def _contraction_into(*args: Any) -> None:
     a, b, group = Grouped(*args[_A]), Grouped(*args[_B]), Members(*args[_M])
     out, accumulate, fast = args[17:]
-    if _on_device(a.data):
+    if env.runs_kernels(a.data):
         _contraction_at_once(a, b, group, out, accumulate, fast)
         return
     host = _host(group, a.shape[0])
@@ -242,10 +242,6 @@ def _sums_fake(a: Tensor, sizes: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------- all at once
 _GROUPED_MM = (9, 10)  # where PyTorch's grouped product is a kernel; elsewhere it reads the sizes
 _FP8_DOT = 89  # the first compute capability whose tensor cores multiply 8-bit floats
-
-
-def _on_device(x: Tensor) -> bool:
-    return x.is_cuda and not env.reference_only() and env.triton_available()
 
 
 class _Read(NamedTuple):

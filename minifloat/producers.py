@@ -134,7 +134,7 @@ def _kernels(p: Producer, inputs: Sequence[Tensor | None]) -> Any:
     """The kernels where they run on the inputs' device, else None."""
     x = inputs[0]
     assert x is not None
-    if not x.is_cuda or env.reference_only() or not env.triton_available() or x.numel() == 0:
+    if not env.runs_kernels(x) or x.numel() == 0:
         return None
     if p.differentiates:
         from .kernels import activation_grad

@@ -196,8 +196,7 @@ def replay(
     """`ordinary()`, recorded if it was not before and kernels run here."""
     x = inputs[0]
     assert x is not None
-    kernels = x.is_cuda and env.triton_available() and not env.reference_only()
-    if not kernels or of in _PROGRAMS or recording() is not None:
+    if not env.runs_kernels(x) or of in _PROGRAMS or recording() is not None:
         return ordinary()
     recorder = Recorder(inputs)
     _local.recorder = recorder

@@ -12,10 +12,6 @@ from . import env, library, programs
 __all__ = ["advance", "rescale", "snapshot", "tallied"]
 
 
-def _kernels_on(x: Tensor) -> bool:
-    return x.is_cuda and env.triton_available() and not env.reference_only()
-
-
 def advance(
     history: Tensor,
     scales: Sequence[Tensor],
@@ -27,7 +23,7 @@ def advance(
 
     `limits` are the largest codes times 2**-margin; `recent` uses the last amax alone.
     """
-    if not _kernels_on(history):
+    if not env.runs_kernels(history):
         return False
     inputs = (history, *scales, *amaxes)
     of = programs.key(("advance", limits, recent), history, None, None, *inputs[1:])
@@ -48,7 +44,7 @@ def advance(
 def rescale(y: Tensor, a: Tensor, b: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     """`y * (a * b * factor)` in `dtype`, one rounding; y is overwritten where it can be."""
     out = y if y.dtype == dtype else torch.empty_like(y, dtype=dtype)
-    if not _kernels_on(y) or y.numel() == 0:
+    if not env.runs_kernels(y) or y.numel() == 0:
         return torch.mul(y, (a * b * factor).reshape(1, 1), out=out)
     inputs = (y, out, a, b)
     of = programs.key(("rescale", factor, dtype), y, None, None, out, a, b)

@@ -87,15 +87,11 @@ def _members(sizes: Tensor, rows: int) -> list[Tensor]:
 def _members_fake(sizes: Tensor, rows: int) -> list[Tensor]:
     num = sizes.shape[0]
     tiles = (0, 1)
-    if _on_device(sizes):
+    if env.runs_kernels(sizes):
         from .kernels.members import ENTRY, tile_count
 
         tiles = (tile_count(rows, num), ENTRY)
     return [sizes.new_empty(shape, dtype=torch.int32) for shape in ((num, 5), tiles)]
-
-
-def _on_device(x: Tensor) -> bool:
-    return x.is_cuda and not env.reference_only() and env.triton_available()
 
 
 # ------------------------------------------------------------------------------------------ layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -35,7 +36,12 @@ sys.meta_path.insert(0, NoTriton())
 
 
 def run(code: str) -> Any:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    # As installed: pip compiles what it installs, and so does the first import from a checkout,
+    # unless it is told not to.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
