@@ -388,12 +388,7 @@ def _whole(weights: list[Any]) -> Tensor | None:
 def as_operands(weights: list[Any]) -> list[Any]:
     """A weight of each expert, as `core.grouped` takes them: one tensor, or quantized ones, of
     which it then reads copies that it gets besides."""
-    first = weights[0]
-    if not isinstance(first, QUANTIZED):
-        return [together(weights)]
-    # It takes one weight for that of all experts.
-    one = len(weights) == 1
-    return [torch.empty((1, *first.shape), dtype=first.dtype, device="meta")] if one else weights
+    return weights if isinstance(weights[0], QUANTIZED) else [together(weights)]
 
 
 class Apart:

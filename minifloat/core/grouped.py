@@ -50,7 +50,7 @@ class GroupedLinear:
         need_col = need_dw and not plan.override and not call.save_input
         group = spread.members(sizes, x.shape[0])
         x_row, x_col = _input(x, group, call, need_col)
-        w_row, kept_w = _weights(weights, call)
+        w_row, kept_w = _weights(weights, group.num, call)
         if call.probe is not None:
             x_row, x_col, w_row = _probed(x_row, x_col, w_row, x, weights, sizes, call)
         by: Any = {"multiply": rows, "members": group}
@@ -207,7 +207,7 @@ def _gradient(grad: Tensor, group: Members, call: Call) -> tuple[Grouped | None,
     return _cast(grad, group, row, col, live, seed)
 
 
-def _weights(weights: list[Any], call: Call) -> tuple[Grouped, Parts]:
+def _weights(weights: list[Any], num: int, call: Call) -> tuple[Grouped, Parts]:
     """The row operand of the weights, and what backward makes their column operand of.
 
     Both copies are made at once, and the column copy is kept, a byte for each element: a weight is
@@ -221,7 +221,7 @@ def _weights(weights: list[Any], call: Call) -> tuple[Grouped, Parts]:
         copies = weight_operands(first, plan, call.live[1], col)
     data, scale, amax = copies[0]
     assert data is not None
-    m = first.shape[0] * (first.shape[1] if len(weights) == 1 else len(weights))
+    m = num * first.shape[-2]
     row = Grouped(data, scale, amax, plan.w_row, (m, call.features), False)
     if not call.needs[0]:
         return row, NONE

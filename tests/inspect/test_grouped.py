@@ -166,3 +166,17 @@ def test_no_rows() -> None:
     with minifloat.inspect(net) as report, minifloat.autocast(recipe=RECIPES["nvfp4"]()):
         net(torch.zeros(0, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64))
     assert report.layers[""].operands["input.row"].elements == 0
+
+
+def test_one_quantized_expert_that_is_apart() -> None:
+    recipe = minifloat.recipe.Float8CurrentScaling()
+    with minifloat.quantized_model_init(recipe=recipe):
+        layer = minifloat.GroupedLinear(1, 32, 16, bias=False, device="cpu")
+    x = torch.randn(10, 32, requires_grad=True)
+    with minifloat.inspect(torch.nn.Sequential(layer)) as report:
+        with minifloat.autocast(recipe=recipe):
+            y = layer(x, [10])
+        y.sum().backward()
+    (found,) = report.layers.values()
+    assert found.operands["input.row"].casts == 1
+    assert found.operands["weight.row"].sqnr is None  # nobody knows what it was cast from
