@@ -176,9 +176,9 @@ def _host(members: Members, total: int) -> list[int]:
 def _rows(*args: Any) -> Tensor:
     a, b, group = Grouped(*args[_A]), Grouped(*args[_B]), Members(*args[_M])
     out_dtype, bias, fast = args[17:]
-    y = _rows_fake(*args)
     if env.runs_kernels(a.data):
-        return _rows_at_once(a, b, group, y, bias, fast)
+        return _rows_at_once(a, b, group, bias, fast, *args)
+    y = _rows_fake(*args)
     num = group.num
     at = 0
     host = _host(group, a.shape[0])
@@ -198,6 +198,9 @@ def _rows_fake(*args: Any) -> Tensor:
 
 
 def _contraction(*args: Any) -> Tensor:
+    a, b, group = Grouped(*args[_A]), Grouped(*args[_B]), Members(*args[_M])
+    if env.runs_kernels(a.data):
+        return _contraction_at_once(a, b, group, args[17], None, False, args[18])
     out = _contraction_fake(*args)
     _contraction_into(*args[:17], out, False, args[18])
     return out
@@ -212,7 +215,10 @@ def _contraction_into(*args: Any) -> None:
     a, b, group = Grouped(*args[_A]), Grouped(*args[_B]), Members(*args[_M])
     out, accumulate, fast = args[17:]
     if env.runs_kernels(a.data):
-        _contraction_at_once(a, b, group, out, accumulate, fast)
+        into = out if out.is_contiguous() else None
+        made = _contraction_at_once(a, b, group, out.dtype, into, accumulate, fast)
+        if made is not out:
+            out.add_(made) if accumulate else out.copy_(made)
         return
     host = _host(group, a.shape[0])
     each = members(a, host), members(b, host)
@@ -343,19 +349,21 @@ def _stacked_values(g: Grouped, num: int, n: int, k: int) -> Tensor:
 
 
 def _rows_at_once(
-    a: Grouped, b: Grouped, group: Members, y: Tensor, bias: Tensor | None, fast: bool
+    a: Grouped, b: Grouped, group: Members, bias: Tensor | None, fast: bool, *args: Any
 ) -> Tensor:
     from .kernels import grouped_gemm as kernel
 
     codes = _as_codes(a, b)
     x, w = _alike(_matrix(a, codes), _stack(b, group.num, codes))
-    if x.alpha is None and w.alpha is None and bias is None and _takes(y, x.data, w.data):
+    plain = x.alpha is None and w.alpha is None and bias is None
+    if plain and _takes(args[17], x.data, w.data.transpose(1, 2)):
         ends = group.table[:, 1].contiguous()
         made: Tensor = torch._grouped_mm(x.data, w.data.transpose(1, 2), offs=ends)
         return made
     blocks = kernel.NO_BLOCKS
     if x.blocks is not None:
         blocks = kernel.SQUARE if b.cast.format.square else kernel.LINES
+    y = _rows_fake(*args)
     kernel.rows(
         x.data if x.data.stride(1) == 1 else x.data.contiguous(),
         w.data,
@@ -371,25 +379,31 @@ def _rows_at_once(
 
 
 def _contraction_at_once(
-    a: Grouped, b: Grouped, group: Members, out: Tensor, accumulate: bool, fast: bool
-) -> None:
+    a: Grouped,
+    b: Grouped,
+    group: Members,
+    dtype: torch.dtype,
+    out: Tensor | None,
+    accumulate: bool,
+    fast: bool,
+) -> Tensor:
+    """The product: in `out`, if that is given and the kernel is ours; the caller stores another."""
     from .kernels import grouped_gemm as kernel
 
-    if not out.is_contiguous():
-        made = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        _contraction_at_once(a, b, group, made, False, fast)
-        out.add_(made) if accumulate else out.copy_(made)
-        return
     codes = _as_codes(a, b)
     padded = a.spread or b.spread
     if padded:
         a, b = (g if g.spread else _spread_out(g, group) for g in (a, b))
     x, w = _alike(_matrix(a, codes), _matrix(b, codes))
-    plain = x.alpha is None and w.alpha is None and not accumulate
-    if plain and _takes(out, x.data, w.data.t()):
+    plain = x.alpha is None and w.alpha is None and out is None
+    if plain and _takes(dtype, x.data, w.data.t()):
         ends = group.table[:, 3 if padded else 1].contiguous()
-        out.copy_(torch._grouped_mm(x.data, w.data.t(), offs=ends))
-        return
+        made: Tensor = torch._grouped_mm(x.data, w.data.t(), offs=ends)
+        return made
+    add = accumulate and out is not None
+    if out is None:
+        shape = (group.num, x.data.shape[0], w.data.shape[0])
+        out = torch.empty(shape, dtype=dtype, device=x.data.device)
     kernel.contraction(
         x.data,
         w.data,
@@ -399,9 +413,10 @@ def _contraction_at_once(
         scale_b=w.alpha if w.blocks is None else w.blocks,
         blocks=x.blocks is not None,
         padded=padded,
-        add=accumulate,
+        add=add,
         fast=fast,
     )
+    return out
 
 
 def _spread_out(g: Grouped, group: Members) -> Grouped:
@@ -416,15 +431,15 @@ def _spread_out(g: Grouped, group: Members) -> Grouped:
     return g._replace(data=data, spread=True)
 
 
-def _takes(out: Tensor, *operands: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these: bf16, with lines of 16 bytes."""
-    capability = env.capability(out.device)
+def _takes(dtype: torch.dtype, a: Tensor, b: Tensor) -> bool:
+    """Whether PyTorch's grouped product takes `a` and `b`: bf16, with lines of 16 bytes."""
+    capability = env.capability(a.device)
     if capability is None or capability // 10 not in _GROUPED_MM:
         return False
     # It pads the lines of its result to 16 bytes, where ours are as long as they are.
-    if out.dtype is not torch.bfloat16 or out.numel() == 0 or out.shape[-1] % 8 != 0:
+    if dtype is not torch.bfloat16 or b.shape[-1] % 8 != 0:
         return False
-    for o in operands:
+    for o in (a, b):
         straight = o.stride(-1) == 1
         line, length = (o.stride(-2), o.shape[-1]) if straight else (o.stride(-1), o.shape[-2])
         if (

@@ -71,7 +71,7 @@ def _members(sizes: Tensor, rows: int) -> list[Tensor]:
     if tiles.shape[0] > 0:
         from .kernels import members as kernel
 
-        kernel.tables(sizes, table, tiles, rows, PAD)
+        kernel.tables(sizes, table, tiles, rows)
         return [table, tiles]
     real = sizes.clamp(0, rows)  # of wrong ones, no sum leaves int64
     ends = real.cumsum(0)
@@ -218,15 +218,8 @@ def _quantize(  # noqa: PLR0913  (the operator's)
     return made
 
 
-def _quantize_fake(  # noqa: PLR0913
-    x: Tensor,
-    sizes: Tensor,
-    table: Tensor,
-    tiles: Tensor,
-    row: Cast | None,
-    col: Cast | None,
-    seed: Tensor | None,
-) -> list[Tensor]:
+def _quantize_fake(x: Tensor, sizes: Tensor, *rest: Any) -> list[Tensor]:
+    row, col = rest[2:4]
     num = sizes.shape[0]
     extra = [x.new_empty(num, dtype=torch.float32)] if _has_scale(row, col) else []
     return [*_fake(x, num, row, col), *extra]
@@ -322,18 +315,9 @@ def _quantize_scaled(  # noqa: PLR0913
     return made
 
 
-def _quantize_scaled_fake(  # noqa: PLR0913
-    x: Tensor,
-    sizes: Tensor,
-    table: Tensor,
-    tiles: Tensor,
-    scales: Tensor,
-    cast: Cast,
-    row: bool,
-    col: bool,
-) -> list[Tensor]:
-    one, other = cast if row else None, cast if col else None
-    return _quantize_fake(x, sizes, table, tiles, one, other, None)
+def _quantize_scaled_fake(*args: Any) -> list[Tensor]:
+    cast, row, col = args[5:]
+    return _quantize_fake(*args[:4], cast if row else None, cast if col else None)
 
 
 # -------------------------------------------------------------------------------------- dequantize
@@ -380,15 +364,8 @@ def _dequantize(
     return (data.view(code).to(torch.float32) * scale[of_row][:, None]).to(dtype)
 
 
-def _dequantize_fake(
-    data: Tensor,
-    scale: Tensor | None,
-    amax: Tensor | None,
-    table: Tensor,
-    cast: Cast,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
+def _dequantize_fake(data: Tensor, *rest: Any) -> Tensor:
+    shape, dtype = rest[4:]
     return data.new_empty(tuple(shape), dtype=dtype)
 
 

@@ -1,9 +1,9 @@
 """Where the members of a group are: tables made on the device from their sizes.
 
 `table[e] = (start, end, place, place end, ...)`: rows of member e in the source, and its columns in
-a copy whose members begin at multiples of PAD, with zeros up to the next. `table[r][4]` is the
+a copy whose members begin at multiples of TILE, with zeros up to the next. `table[r][4]` is the
 member of rank r by size: what takes longest starts first. Every member has at least
-one tile of TILE rows, and a place of PAD columns, an empty one too: its scale and its zeros are
+one tile of TILE rows, and a place of TILE columns, an empty one too: its scale and its zeros are
 written like any other's. `tiles[t] = (e, first row, start, end, place, place end, 0, 0)`, e = -1
 behind the last one.
 """
@@ -22,14 +22,14 @@ from .variant import Config, Launch, Variant
 
 __all__ = ["ENTRY", "TILE", "WIDTH", "locate", "tables", "tile_count", "variants"]
 
-TILE = 128  # rows of a tile; every PAD divides it
+TILE = 128  # rows of a tile
 ENTRY = 8  # numbers of a tile, a sector of memory
 WIDTH = 5  # numbers of a member
 
 
 @triton.jit
 def tables_kernel(
-    sizes, table, tiles, n, num, total, PAD: tl.constexpr, TILE: tl.constexpr,
+    sizes, table, tiles, n, num, total, TILE: tl.constexpr,
     ENTRY: tl.constexpr, WIDTH: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """One program for each member. Sizes that are wrong are cut off at `total` rows, or at 0."""
@@ -40,16 +40,14 @@ def tables_kernel(
     b_end = tl.cumsum(b_size, 0)
     b_start = tl.minimum(b_end - b_size, total)
     b_size = tl.minimum(b_end, total) - b_start
-    b_place = tl.maximum(tl.cdiv(b_size, PAD), 1) * PAD
     b_tiles = tl.maximum(tl.cdiv(b_size, TILE), 1)
     here = o_e == e
     before = o_e < e
     start = tl.sum(tl.where(here, b_start, 0)).to(tl.int32)
     size = tl.sum(tl.where(here, b_size, 0)).to(tl.int32)
-    place = tl.sum(tl.where(before, b_place, 0)).to(tl.int32)
-    width = tl.sum(tl.where(here, b_place, 0)).to(tl.int32)
     at = tl.sum(tl.where(before, b_tiles, 0)).to(tl.int32)
     count = tl.sum(tl.where(here, b_tiles, 0)).to(tl.int32)
+    place, width = at * TILE, count * TILE
     larger = (b_size > size) | ((b_size == size) & before)
     rank = tl.sum(tl.where(larger & (o_e < num), 1, 0))
     tl.store(table + rank * WIDTH + 4, e)
@@ -104,13 +102,13 @@ def tile_count(rows: int, num: int) -> int:
     return cdiv(rows, TILE) + num
 
 
-def tables(sizes: Tensor, table: Tensor, tiles: Tensor, rows: int, pad: int) -> None:
+def tables(sizes: Tensor, table: Tensor, tiles: Tensor, rows: int) -> None:
     """Fill `table[num, WIDTH]` and `tiles[tile_count, ENTRY]`, int32."""
     if sizes.shape[0] > 0:
-        _tables(sizes, table, tiles, rows, pad).run()
+        _tables(sizes, table, tiles, rows).run()
 
 
-def _tables(sizes: Tensor, table: Tensor, tiles: Tensor, rows: int, pad: int) -> Launch:
+def _tables(sizes: Tensor, table: Tensor, tiles: Tensor, rows: int) -> Launch:
     num = table.shape[0]
     args = {
         "sizes": sizes.contiguous(),
@@ -119,7 +117,6 @@ def _tables(sizes: Tensor, table: Tensor, tiles: Tensor, rows: int, pad: int) ->
         "n": tiles.shape[0],
         "num": num,
         "total": rows,
-        "PAD": pad,
         "TILE": TILE,
         "ENTRY": ENTRY,
         "WIDTH": WIDTH,
@@ -134,6 +131,5 @@ def variants() -> Iterator[Variant]:
     tiles = torch.empty(tile_count(1 << 15, 64), ENTRY, dtype=torch.int32, device="meta")
     for dtype in (torch.int32, torch.int64):
         sizes = torch.empty(64, dtype=dtype, device="meta")
-        for pad in (16, 128):
-            launch = _tables(sizes, table, tiles, 1 << 15, pad)
-            yield Variant.of(f"members_{str(dtype)[6:]}_{pad}", launch)
+        launch = _tables(sizes, table, tiles, 1 << 15)
+        yield Variant.of(f"members_{str(dtype)[6:]}", launch)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..formats import Cast
 from ..layout import parts
 from . import ragged, ragged_fp4
-from .members import ENTRY, TILE, WIDTH, tables, tile_count
+from .members import ENTRY, WIDTH, tables, tile_count
 from .ragged import PARTS, Group
 
 __all__ = ["quantize", "quantize_scaled", "spread", "spread_scaled", "supports"]
@@ -161,7 +161,7 @@ def _flat(
         return Group(num), (first, second, third)
     table = torch.empty(num, WIDTH, dtype=torch.int32, device=x.device)
     tiles = torch.empty(tile_count(m, num), ENTRY, dtype=torch.int32, device=x.device)
-    tables(sizes, table, tiles, m, TILE)
+    tables(sizes, table, tiles, m)
     # The shape rules are integer arithmetic, and a tensor of sizes goes through them like one.
     real = (table[:, 1] - table[:, 0]).long()
     at = torch.zeros(len(PARTS), num, dtype=torch.int64, device=x.device)
