@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._C._dynamo import eval_frame
 
+from . import replays
+
 __all__ = ["chain", "run"]
 
 Link = tuple[Any, Any]
@@ -24,10 +26,13 @@ def run(work: Any, data: Any, *tensors: Any) -> Any:
 
     `work.forward(data, tensors) -> (outputs, tensors to save, note)`: one tensor or a tuple, a
     list, and anything. `work.backward(data, note, saved, grads) -> gradients of tensors`, a tuple;
-    `saved` is a list to take from, so that a tensor dies with its last use.
+    `saved` is a list to take from, so that a tensor dies with its last use. `work.kind` is for
+    `replays`.
     """
     if not torch.is_grad_enabled():
-        return work.forward(data, tensors)[0]
+        if torch.compiler.is_compiling():
+            return work.forward(data, tensors)[0]
+        return replays.forward(work, data, tensors)[0]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _Run.apply(work, data, *tensors)  # type: ignore[no-untyped-call]
     return _apply(work, data, *tensors)
@@ -47,18 +52,26 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, work: Any, data: Any, *tensors: Any) -> Any:
-        outputs, saved, note = work.forward(data, tensors)
+        if torch.compiler.is_compiling():
+            outputs, saved, note = work.forward(data, tensors)
+        else:
+            outputs, saved, note = replays.forward(work, data, tensors)
         ctx.save_for_backward(*saved)
         ctx.work, ctx.data, ctx.note = work, data, note
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if torch._C._is_any_autocast_enabled() and not torch.compiler.is_compiling():
+        work, data, note = ctx.work, ctx.data, ctx.note
+        if not isinstance(note, replays.Note):  # of a graph
+            return None, None, *work.backward(data, note, _saved(ctx), grads)
+        if torch.compiler.is_compiling():
+            return None, None, *work.backward(data, note.note, _saved(ctx), grads)
+        if torch._C._is_any_autocast_enabled():
             # A backward inside torch.autocast: products of fp32 would be rounded to its dtype.
             with torch._C._DisableAutocast():
-                return None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
-        return None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
+                return None, None, *replays.backward(work, data, note, _saved(ctx), grads)
+        return None, None, *replays.backward(work, data, note, _saved(ctx), grads)
 
 
 # Function.apply without what it does for function transforms.
@@ -79,7 +92,7 @@ def _saved(ctx: Any) -> list[Any]:
 
 # Where a graph breaks inside the work, these run as they are: Dynamo would start a graph in each
 # frame, and looks at an argument like `ctx` by reading its saved tensors, which clears them.
-for _function in (_Run.forward, _Run.backward, _saved):
+for _function in (_Run.forward, _Run.backward, _saved, replays.forward, replays.backward):
     eval_frame.set_code_exec_strategy(
         _function.__code__,
         eval_frame._FrameExecStrategy(
@@ -90,6 +103,10 @@ for _function in (_Run.forward, _Run.backward, _saved):
 
 class _Links:
     """Operations in a row. Matrices go through it: leading dims are folded away, and put back."""
+
+    @staticmethod
+    def kind(tensors: tuple[Any, ...]) -> Any:
+        return ()
 
     @staticmethod
     def forward(links: tuple[Link, ...], tensors: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:

@@ -127,9 +127,9 @@ def quantize(
     if not traced and _on_gpu(x):
         name = "quantize_amax" if keep_amax else "quantize"
         of = programs.key(name, x, row, col, row_amax, col_amax, seed)
-        program = programs.find(of)
-        if program is not None:
-            return program((x, row_amax, col_amax, seed))
+        made = programs.again(of, (x, row_amax, col_amax, seed))
+        if made is not None:
+            return made
     check_input(x, row, col)
     check_seed(seed)
     row, col = _dtyped(row, x), _dtyped(col, x)
@@ -268,9 +268,9 @@ def quantize_scaled(
         of = None
         if _on_gpu(x):
             of = programs.key(("scaled", row, col, keep_scale), x, cast, None, scale, amax)
-            program = programs.find(of)
-            if program is not None:
-                return program((x, scale, amax))
+            again = programs.again(of, (x, scale, amax))
+            if again is not None:
+                return again
         check_input(x, cast if row else None, cast if col else None)
         arguments = (x, scale, amax, cast, row, col, keep_scale)
         return programs.replay(of, (x, scale, amax), lambda: _quantize_scaled(*arguments))
@@ -364,9 +364,9 @@ def dequantize(
     inputs = (data, scale, amax)
     name = ("dequantize", tuple(shape), dtype, col, None if scale is None else scale.stride())
     of = programs.key(name, data, cast, None, scale, amax)
-    program = programs.find(of)
-    if program is not None:
-        return program(inputs)[0]
+    made = programs.again(of, inputs)
+    if made is not None:
+        return made[0]  # type: ignore[no-any-return]
     arguments = (data, scale, amax, cast, shape, dtype, col)
     return programs.replay(of, inputs, lambda: [_dequantize(*arguments)])[0]
 
@@ -475,9 +475,9 @@ def fake_quantize(
     traced, of = _traced(), None
     if not traced and _on_gpu(x):
         of = programs.key(("values", keep_col), x, row, col, seed)
-        program = programs.find(of)
-        if program is not None:
-            return program((x, seed))
+        made = programs.again(of, (x, seed))
+        if made is not None:
+            return made
     check_input(x, row, col)
     check_seed(seed)
     if any(c is not None and c.layout[0] is not torch.uint8 for c in (row, col)):

@@ -17,6 +17,7 @@ __all__ = [
     "capability",
     "device_name",
     "reference_only",
+    "replays",
     "runs_kernels",
     "shared_memory",
     "triton_available",
@@ -34,6 +35,12 @@ def reference_only() -> bool:
 def advise() -> bool:
     """MINIFLOAT_ADVISE=1 lets layers say where their shape makes them slower than bf16."""
     return os.environ.get("MINIFLOAT_ADVISE", "0") not in ("", "0")
+
+
+@cache
+def replays() -> bool:
+    """MINIFLOAT_REPLAY=0 decides anew in every call what to launch: for debugging."""
+    return os.environ.get("MINIFLOAT_REPLAY", "1") not in ("", "0")
 
 
 @cache

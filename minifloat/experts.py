@@ -396,6 +396,15 @@ class Apart:
     `core.grouped`, whose one weight is read from them together, and its gradient given to each."""
 
     @staticmethod
+    def kind(tensors: tuple[Any, ...]) -> Any:
+        """How far apart the weights are: what reads them together knows the first one's address."""
+        weights = list(tensors[3:])
+        if not _plain(weights):
+            return None
+        first = weights[0].data_ptr()
+        return tuple([w.data_ptr() - first for w in weights])
+
+    @staticmethod
     def forward(call: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, list[Any], Any]:
         sizes, x, bias, *weights = tensors
         work = grouped.GroupedLinear

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack
 
-from . import opaque
+from . import opaque, programs
 
 __all__ = ["Definition", "define", "op", "traced"]
 
@@ -25,7 +25,11 @@ _LIBRARY = torch.library.Library("minifloat", "FRAGMENT")  # type: ignore[no-unt
 
 def traced() -> bool:
     """Whether a call is to be seen as an operator: 0.15 us."""
-    return opaque.AVAILABLE and (torch.compiler.is_compiling() or _len_torch_dispatch_stack() > 0)
+    if not opaque.AVAILABLE:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return _len_torch_dispatch_stack() > 0 and not programs.alone()
 
 
 def define(definitions: tuple[Definition, ...]) -> None:

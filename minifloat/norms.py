@@ -41,8 +41,8 @@ def _run(name: Any, inputs: tuple[Tensor | None, ...], ordinary: Any) -> list[Te
     if not x.is_cuda:
         return ordinary()  # type: ignore[no-any-return]
     of = programs.key_of(name, inputs)
-    program = programs.find(of)
-    return program(inputs) if program is not None else programs.replay(of, inputs, ordinary)
+    made = programs.again(of, inputs)
+    return made if made is not None else programs.replay(of, inputs, ordinary)
 
 
 # ------------------------------------------------------------------------------------------- stats

@@ -152,9 +152,9 @@ def _run(name: Any, inputs: Inputs, casts: tuple[Any, Any], ordinary: Any) -> li
     if not x.is_cuda:
         return ordinary()  # type: ignore[no-any-return]
     of = programs.key_of(name, inputs, *casts)
-    program = programs.find(of)
-    if program is not None:
-        return program(inputs)
+    made = programs.again(of, inputs)
+    if made is not None:
+        return made
     return programs.replay(of, inputs, ordinary)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from minifloat import programs
+from minifloat import programs, recorder
 from minifloat.formats import Cast
-from minifloat.programs import Program, Recorder
+from minifloat.recorder import Program, Recorder
 
 CAST = Cast("fp8_e4m3")
 
@@ -20,28 +20,28 @@ def kernel(seen: list[Any]) -> Any:
 
 
 def record(work: Any, *inputs: torch.Tensor | None) -> Program | None:
-    recorder = Recorder(inputs)
-    with recorder:
-        made = work(recorder)
-    return recorder.program(made, torch.device("cpu"))
+    watching = Recorder(inputs)
+    with watching:
+        made = work(watching)
+    return watching.program(made, torch.device("cpu"))
 
 
 def test_a_program_allocates_and_launches_with_new_addresses(monkeypatch: Any) -> None:
-    monkeypatch.setattr(programs, "_stream", lambda index: "stream")
+    monkeypatch.setattr(recorder, "_stream", lambda index: "stream")
     seen: list[Any] = []
     x, scale = torch.randn(4, 8), torch.ones(2)
 
-    def work(recorder: Recorder) -> list[torch.Tensor]:
+    def work(watching: Recorder) -> list[torch.Tensor]:
         out = torch.empty((4, 8), dtype=torch.uint8)
         partial = torch.empty(3, dtype=torch.int32)
-        recorder.launch(kernel(seen), 7, [x, partial, 5, None])
-        recorder.launch(kernel(seen), 9, [x, scale[1:], out, 2.0])
+        watching.launch(kernel(seen), 7, [x, partial, 5, None])
+        watching.launch(kernel(seen), 9, [x, scale[1:], out, 2.0])
         return [out]
 
     program = record(work, x, scale)
     assert program is not None
     other, others = torch.randn(4, 8), torch.ones(2)
-    (made,) = program((other, others))
+    (made,) = program.run((other, others))
     assert made.shape == (4, 8) and made.dtype is torch.uint8
     first, second = seen
     head = (1, 1, "stream", "f", "m", None, None, None)
@@ -53,11 +53,11 @@ def test_a_program_allocates_and_launches_with_new_addresses(monkeypatch: Any) -
 
 def test_other_work_is_not_replayed() -> None:
     x = torch.randn(4, 8)
-    assert record(lambda r: [torch.empty(3) + 1], x) is None  # arithmetic
+    assert record(lambda r: [torch.rand(3)], x) is None  # another one every time
     assert record(lambda r: [x.view(8, 4)], x) is None  # not its own memory
 
-    def unknown(recorder: Recorder) -> list[torch.Tensor]:
-        recorder.launch(kernel([]), 1, [hidden])
+    def unknown(watching: Recorder) -> list[torch.Tensor]:
+        watching.launch(kernel([]), 1, [hidden])
         return [torch.empty(2)]
 
     hidden = torch.randn(3)
@@ -91,16 +91,25 @@ def test_nothing_is_recorded_without_kernels() -> None:
         return [x]
 
     assert programs.replay("key", (x,), ordinary) == [x]
-    assert calls == [None] and programs.find("key") is None
+    assert calls == [None] and programs.again("key", (x,)) is None
 
 
 def test_views_of_one_storage_are_told_apart() -> None:
     """A program must not find its second input at some distance from its first."""
     memory = torch.zeros(1000, dtype=torch.uint8)
     a, b = memory[100:110], memory[500:520].view(4, 5)
-    recorder = programs.Recorder([a, None, b])
-    assert recorder._find(b) == (2, 0)
-    assert recorder._find(b[1:]) == (2, 5)
-    assert recorder._find(a[3:]) == (0, 3)
-    assert recorder._find(memory[110:]) is None  # behind a, though in its storage
-    assert recorder._find(memory) is None
+    watching = Recorder([a, None, b])
+    assert watching._find(b) == ("i2", 0)
+    assert watching._find(b[1:]) == ("i2", 5)
+    assert watching._find(a[3:]) == ("i0", 3)
+    assert watching._find(memory[110:]) is None  # behind a, though in its storage
+    assert watching._find(memory) is None
+
+
+def test_memory_that_is_given_anew_is_known_by_its_last_owner() -> None:
+    memory = torch.zeros(100, dtype=torch.uint8)
+    watching = Recorder([memory[:10]])
+    watching._made(memory[20:40])
+    watching._made(memory[10:60])
+    assert watching._find(memory[20:]) == ("t2", 10)
+    assert watching._find(memory[:5]) == ("i0", 0)

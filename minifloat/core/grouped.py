@@ -44,6 +44,10 @@ class GroupedLinear:
     """
 
     @staticmethod
+    def kind(tensors: tuple[Any, ...]) -> Any:
+        return ()
+
+    @staticmethod
     def forward(call: Call, tensors: tuple[Any, ...]) -> tuple[Tensor, list[Any], int]:
         sizes, x, bias, *weights = tensors
         plan, (need_dx, need_dw, _) = call.plan, call.needs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,14 @@ def divide(x: Tensor, value: float) -> Tensor:
 
 def f32(value: float) -> float:
     """`value` rounded to fp32: a constant of the contract is an fp32 constant."""
+    return _f32(value)
+
+
+f32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _f32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 

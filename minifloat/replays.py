@@ -1,0 +1,171 @@
+"""Work for `autograd.run`, replayed: what it allocates, launches and multiplies, and nothing else.
+
+`work.kind(tensors)` says what a program would depend on besides what these tensors are like; None:
+the work is not to be replayed. Work that is depends on the tensors and plain values in what it is
+given, and its note holds no tensor. Its second call of a kind is recorded, forward and backward
+each, and the next ones run the two programs: a step of `Linear` spends on the host what its
+launches take, not what deciding on them does. Programs know shapes, strides, dtypes, alignment and
+values; of state, only the tensors that a call names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import env, library, programs
+from .opaque import Value
+from .recorder import Program, Recorder
+
+__all__ = ["Note", "backward", "forward"]
+
+_PLAIN = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device, type})
+
+
+class Recorded:
+    """One kind of call: forward's program, and those of backward by what autograd gives it."""
+
+    __slots__ = ("backward", "device", "note", "outputs", "program")
+
+    def __init__(self, program: Program, outputs: int, note: Any, device: torch.device) -> None:
+        self.program, self.outputs, self.note, self.device = program, outputs, note, device
+        self.backward: dict[Hashable, Program | str] = {}
+
+
+class Note(NamedTuple):
+    """What forward tells backward: the work's own note, its kind, and the tensors of its data."""
+
+    note: Any
+    recorded: Recorded | None = None
+    held: tuple[Tensor, ...] = ()
+
+
+# By kind. None: it was seen once; a string: why it is not replayable.
+_KINDS: dict[Hashable, Recorded | str | None] = {}
+LIMIT = 4096
+BACKWARDS = 64  # programs of backward for one kind
+
+
+def forward(work: Any, data: Any, tensors: tuple[Any, ...]) -> tuple[Any, list[Any], Note]:
+    """`work.forward(data, tensors)`: (outputs, tensors to save, a note for `backward`)."""
+    found = _kind(work, data, tensors)
+    if found is None:
+        outputs, saved, note = work.forward(data, tensors)
+        return outputs, saved, Note(note)
+    of, held, inputs = found
+    recorded = _KINDS.get(of, "")
+    if isinstance(recorded, Recorded):
+        program, count = recorded.program, recorded.outputs
+        if program.fits(inputs):
+            made = program.run(inputs)
+            out = made[0] if count < 0 else tuple(made[:count])
+            return out, made[abs(count) :], Note(recorded.note, recorded, held)
+    elif recorded is None:
+        return _record(work, data, tensors, of, held, inputs)
+    outputs, saved, note = work.forward(data, tensors)
+    if recorded == "":
+        if len(_KINDS) >= LIMIT:  # shapes without end: start over
+            _KINDS.clear()
+        _KINDS[of] = None
+    return outputs, saved, Note(note)
+
+
+def _record(
+    work: Any, data: Any, tensors: tuple[Any, ...], of: Hashable, held: Any, inputs: Any
+) -> tuple[Any, list[Any], Note]:
+    recorder = Recorder(inputs)
+    outputs, saved, note = programs.record(recorder, lambda: work.forward(data, tensors))
+    flat = outputs if isinstance(outputs, tuple) else (outputs,)
+    device = tensors[0].device
+    program = recorder.program([*flat, *saved], device, fresh=len(flat))
+    if program is None:
+        _KINDS[of] = recorder.why
+        return outputs, saved, Note(note)
+    recorded = Recorded(program, len(flat) if isinstance(outputs, tuple) else -1, note, device)
+    _KINDS[of] = recorded
+    return outputs, saved, Note(note, recorded, held)
+
+
+def backward(
+    work: Any, data: Any, note: Note, saved: list[Any], grads: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """`work.backward(data, note, saved, grads)`; `saved` is emptied."""
+    own, recorded, held = note
+    key: list[Any] = []
+    found: list[Any] = []
+    if recorded is None:
+        return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
+    cuda = recorded.device.type == "cuda"
+    if not (_walk(saved, key, found, cuda) and _walk(grads, key, found, cuda)):
+        return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
+    known, of = recorded.backward, tuple(key)
+    program = known.get(of)
+    inputs = [*found, *held]
+    found.clear()
+    if isinstance(program, Program) and program.fits(inputs):
+        saved.clear()
+        return tuple(program.run(inputs))
+    if program is not None or len(known) >= BACKWARDS:
+        del inputs
+        return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
+    recorder = Recorder(inputs)
+    del inputs
+    made = programs.record(recorder, lambda: work.backward(data, own, saved, grads))
+    known[of] = recorder.program(made, recorded.device, fresh=0, consume=True) or recorder.why
+    return made  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------------------- kinds
+def _kind(
+    work: Any, data: Any, tensors: tuple[Any, ...]
+) -> tuple[Hashable, tuple[Tensor, ...], list[Tensor]] | None:
+    """(its key, the tensors of `data`, all tensors) of a call that may be replayed, else None."""
+    x = tensors[0]
+    if type(x) is not Tensor and type(x) is not Parameter:
+        return None
+    if not (env.runs_kernels(x) and env.replays()) or library.traced():
+        return None
+    if programs.recording() is not None:
+        return None
+    if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
+        return None  # a recorder would see operators of theirs
+    own = work.kind(tensors)
+    if own is None:
+        return None
+    key: list[Any] = [work, own, x.device.index, _distributed()]
+    held: list[Tensor] = []
+    found: list[Tensor] = []
+    if not _walk(data, key, held, x.is_cuda) or not _walk(tensors, key, found, x.is_cuda):
+        return None
+    return tuple(key), tuple(held), [*found, *held]
+
+
+def _distributed() -> bool:
+    """Whether there are other ranks, with whom amaxes may be shared."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _walk(value: Any, key: list[Any], found: list[Tensor], cuda: bool) -> bool:
+    """Append what `value` is made of: its tensors, and all a program depends on besides."""
+    for v in value:
+        kind = type(v)
+        if kind is Tensor or kind is Parameter:
+            if v.is_cuda is not cuda:
+                return False
+            key += (v.shape, v.stride(), v.dtype, v.data_ptr() & 15)
+            found.append(v)
+        elif kind in _PLAIN:
+            key.append(v)
+        elif isinstance(v, tuple):
+            key += (kind, len(v))
+            if not _walk(v, key, found, cuda):
+                return False
+        elif isinstance(v, Value):
+            key.append(id(v))  # they are interned
+        else:
+            return False
+    return True

@@ -1,0 +1,143 @@
+"""Layers whose steps are replayed on a GPU, against the same layers run by their ordinary code."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import minifloat
+from minifloat import replays
+
+from .cases import RECIPES
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+STEPS = 5
+LAYERS: dict[str, Any] = {
+    "linear": lambda: minifloat.Linear(160, 96, params_dtype=BF16),
+    "odd": lambda: minifloat.Linear(50, 70, bias=False, params_dtype=BF16),
+    "main_grad": lambda: minifloat.Linear(
+        160, 96, bias=False, fuse_wgrad_accumulation=True, params_dtype=BF16
+    ),
+    "cached": lambda: minifloat.Linear(160, 96, cache_weights=True, params_dtype=BF16),
+    "norm": lambda: minifloat.LayerNormLinear(160, 96, params_dtype=BF16),
+    "mlp": lambda: minifloat.LayerNormMLP(
+        160, 96, normalization="RMSNorm", activation="swiglu", bias=False, params_dtype=BF16
+    ),
+    "mlp_again": lambda: minifloat.LayerNormMLP(160, 96, checkpoint=True, params_dtype=BF16),
+    "experts": lambda: minifloat.GroupedLinear(
+        4, 160, 96, single_grouped_weight=True, single_grouped_bias=True, params_dtype=BF16
+    ),
+    "apart": lambda: minifloat.GroupedLinear(4, 160, 96, params_dtype=BF16),
+}
+# What is replayed: the rest gives the same results by its ordinary code.
+EVERY = ("none", "delayed", "current", "block", "mxfp8", "custom")
+WHOLE = dict.fromkeys(("experts", "apart"), ("delayed", "current", "block", "custom"))
+SIZES = ([10, 20, 0, 34], [64, 0, 0, 0], [16, 16, 16, 16], [1, 2, 3, 58], [0, 0, 63, 1])
+
+
+def steps(layer: Any, recipe: Any) -> list[Tensor]:
+    """All that each of a few steps makes, on other inputs each time."""
+    seen: list[Tensor] = []
+    width = layer.in_features
+    for i in range(STEPS):
+        torch.manual_seed(i)
+        layer.zero_grad(set_to_none=True)
+        x = torch.randn(64, width, device="cuda", dtype=BF16, requires_grad=True)
+        more = ()
+        if isinstance(layer, minifloat.GroupedLinear):
+            more = (torch.tensor(SIZES[i], device="cuda"),)
+        if getattr(layer, "fuse_wgrad_accumulation", False):
+            layer.weight.main_grad = torch.ones(layer.weight.shape, device="cuda")
+        with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x, *more)
+        y.backward(torch.randn_like(y) * 2.0**i)
+        made = [y, x.grad, *[p.grad for p in layer.parameters()], *layer.buffers()]
+        if getattr(layer, "fuse_wgrad_accumulation", False):
+            made.append(layer.weight.main_grad)
+        seen += [t.detach().clone() for t in made if t is not None]
+        with torch.no_grad():  # the optimizer's step, in the same memory
+            for p in layer.parameters():
+                p.mul_(1.125)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["none", *RECIPES])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_replayed_steps_are_the_ordinary_ones_bit_for_bit(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = None if name == "none" else RECIPES[name]()
+    torch.manual_seed(7)
+    layer = LAYERS[kind]()
+    if not hasattr(layer, "in_features"):
+        layer.in_features = 160
+    other = copy.deepcopy(layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(replays, "_kind", lambda *given: None)
+        expected = steps(other, recipe)
+    monkeypatch.setattr(replays, "_KINDS", {})
+    found = steps(layer, recipe)
+    assert len(found) == len(expected)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(a, b), i
+    if name not in WHOLE.get(kind, EVERY):
+        return
+    recorded = [k for k in replays._KINDS.values() if isinstance(k, replays.Recorded)]
+    assert recorded, list(replays._KINDS.values())
+    programs = [p for r in recorded for p in r.backward.values()]
+    assert programs and not [p for p in programs if isinstance(p, str)], programs
+
+
+def test_replays_live_in_cuda_graphs_of_ones_own() -> None:
+    torch.manual_seed(0)
+    layer = LAYERS["linear"]()
+    recipe = RECIPES["current"]()
+    x = torch.randn(64, 160, device="cuda", dtype=BF16, requires_grad=True)
+
+    def step() -> Tensor:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        with minifloat.autocast(recipe=recipe):
+            y: Tensor = layer(x)
+        y.sum().backward()
+        return y
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            expected = step().detach().clone()
+    torch.cuda.current_stream().wait_stream(side)
+    layer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
+def test_memory_dies_as_in_the_ordinary_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a replayed step is no higher than that of an ordinary one."""
+    recipe = RECIPES["current"]()
+    x = torch.randn(4096, 1024, device="cuda", dtype=BF16, requires_grad=True)
+    grad = torch.randn(4096, 2048, device="cuda", dtype=BF16)
+
+    def peak() -> int:
+        layer = minifloat.Linear(1024, 2048, bias=False, params_dtype=BF16)
+        for _ in range(4):
+            layer.zero_grad(set_to_none=True)
+            x.grad = None
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            with minifloat.autocast(recipe=recipe):
+                layer(x).backward(grad)
+        return torch.cuda.max_memory_allocated()
+
+    replayed = peak()
+    monkeypatch.setattr(replays, "_kind", lambda *given: None)
+    assert replayed <= peak()

@@ -1,0 +1,249 @@
+"""Work that is recorded and replayed, without a GPU: what it does are operators of PyTorch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minifloat
+from minifloat import env, programs, replays
+
+
+@pytest.fixture(autouse=True)
+def _recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where kernels run, with nothing remembered."""
+    monkeypatch.setattr(env, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(replays, "_KINDS", {})
+
+
+def kinds() -> list[Any]:
+    return list(replays._KINDS.values())
+
+
+def step(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor | None]:
+    module.zero_grad(set_to_none=True)
+    leaf = x.detach().requires_grad_()
+    y = module(leaf)
+    y.backward(grad)
+    return [y.detach(), leaf.grad, *[p.grad for p in module.parameters()]]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16)], ids=str)
+def test_replayed_steps_are_the_ordinary_ones(bias: bool, shape: tuple[int, ...]) -> None:
+    ours = minifloat.Linear(16, 32, bias=bias, device="cpu")
+    plain = nn.Linear(16, 32, bias=bias)
+    plain.load_state_dict(ours.state_dict())
+    for i in range(5):
+        x, grad = torch.randn(shape), torch.randn(*shape[:-1], 32)
+        for a, b in zip(step(ours, x, grad), step(plain, x, grad), strict=True):
+            assert a is not None and b is not None
+            torch.testing.assert_close(a, b)
+        (kind,) = kinds()
+        if i == 0:
+            assert kind is None  # seen
+        else:
+            assert isinstance(kind, replays.Recorded)
+            (backward,) = kind.backward.values()
+            assert "def program" in backward.source
+
+
+def test_a_replay_runs_none_of_the_ordinary_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minifloat.core import linear
+
+    module = minifloat.Linear(16, 32, device="cpu")
+    x, grad = torch.randn(4, 16), torch.randn(4, 32)
+    expected = [step(module, x, grad) for _ in range(2)][-1]
+    monkeypatch.setattr(linear, "product", None)
+    for a, b in zip(step(module, x, grad), expected, strict=True):
+        assert torch.equal(a, b)  # type: ignore[arg-type]
+
+
+def test_other_shapes_strides_and_gradients_are_other_kinds() -> None:
+    module = minifloat.Linear(16, 32, bias=False, device="cpu")
+    wide = torch.randn(4, 32)
+    for x in (torch.randn(4, 16), torch.randn(5, 16), wide[:, 16:], wide[:, :16]):
+        for _ in range(3):
+            y, dx, dw = step(module, x, torch.ones(x.shape[0], 32))
+            torch.testing.assert_close(y, x @ module.weight.T)
+            torch.testing.assert_close(dw, torch.ones(32, x.shape[0]) @ x)
+            torch.testing.assert_close(dx, torch.ones(x.shape[0], 32) @ module.weight)
+    x = torch.randn(4, 16)
+    grads = (torch.randn(4, 32), torch.randn(32, 4).t(), torch.ones(()).expand(4, 32))
+    for grad in grads:
+        for _ in range(3):
+            torch.testing.assert_close(step(module, x, grad)[2], grad.T @ x)
+    assert sum(isinstance(k, replays.Recorded) for k in kinds()) == len(kinds()) == 3
+
+
+def test_frozen_and_no_grad_are_other_kinds() -> None:
+    module = minifloat.Linear(16, 32, device="cpu")
+    x = torch.randn(4, 16)
+    for _ in range(3):
+        with torch.no_grad():
+            y = module(x)
+        assert not y.requires_grad
+        torch.testing.assert_close(y, x @ module.weight.T + module.bias)
+        y = module(x)
+        y.sum().backward()
+    module.weight.requires_grad_(False)
+    module.zero_grad(set_to_none=True)
+    for _ in range(3):
+        leaf = x.clone().requires_grad_()
+        module(leaf).sum().backward()
+        assert module.weight.grad is None and leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, torch.ones(4, 32) @ module.weight)
+
+
+def test_a_retained_graph_is_replayed_again() -> None:
+    module = minifloat.Linear(16, 32, bias=False, device="cpu")
+    x, grad = torch.randn(4, 16), torch.randn(4, 32)
+    for _ in range(2):
+        step(module, x, grad)
+    module.zero_grad(set_to_none=True)
+    y = module(x)
+    y.backward(grad, retain_graph=True)
+    y.backward(grad)
+    torch.testing.assert_close(module.weight.grad, 2 * grad.T @ x)
+
+
+def test_main_grad_is_added_to_where_it_is_now() -> None:
+    module = minifloat.Linear(16, 32, bias=False, device="cpu", fuse_wgrad_accumulation=True)
+    x, grad = torch.randn(4, 16), torch.randn(4, 32)
+    for _ in range(4):
+        module.weight.main_grad = torch.ones(32, 16)
+        module(x).backward(grad)
+        torch.testing.assert_close(module.weight.main_grad, 1 + grad.T @ x)
+
+
+class Work:
+    """A piece of work of the caller's; `seen` counts how often it really ran."""
+
+    def __init__(self, forward: Any, backward: Any = None) -> None:
+        self._forward, self._backward, self.seen = forward, backward, 0
+
+    @staticmethod
+    def kind(tensors: tuple[Any, ...]) -> Any:
+        return ()
+
+    def forward(self, data: Any, tensors: tuple[Any, ...]) -> Any:
+        self.seen += 1
+        return self._forward(data, tensors)
+
+    def backward(self, data: Any, note: Any, saved: list[Any], grads: tuple[Any, ...]) -> Any:
+        self.seen += 1
+        return self._backward(data, note, saved, grads)
+
+
+def twice(work: Work, *tensors: Tensor, data: Any = ()) -> Any:
+    """The result of the call after the recording."""
+    for _ in range(2):
+        replays.forward(work, data, tensors)
+    return replays.forward(work, data, tensors)
+
+
+def test_what_is_not_known_to_be_pure_is_run_every_time() -> None:
+    def random(data: Any, tensors: Any) -> Any:
+        return torch.rand_like(tensors[0]), [], None
+
+    work, x = Work(random), torch.randn(3)
+    for n in range(1, 5):
+        replays.forward(work, (), (x,))
+        assert work.seen == n
+    (why,) = kinds()
+    assert "rand_like" in why
+
+
+def test_an_argument_is_no_result() -> None:
+    work, x = Work(lambda data, t: (t[0].view(6), [], None)), torch.randn(2, 3)
+    y, _, _ = twice(work, x)
+    assert work.seen == 3 and y.data_ptr() == x.data_ptr()
+
+
+def test_plain_values_tell_kinds_apart_and_others_forbid() -> None:
+    work = Work(lambda data, t: (t[0].add(data[0]), [], None))
+    x = torch.randn(3)
+    for value in (1.0, 2.0):
+        y, _, _ = twice(work, x, data=(value,))
+        assert torch.equal(y, x + value)
+    assert work.seen == 4
+    for _ in range(3):
+        replays.forward(work, (1.0, object()), (x,))
+    assert work.seen == 7
+
+
+def test_arguments_that_were_one_must_be_so_again() -> None:
+    work = Work(lambda data, t: (t[0].mul(t[1]), [], None))
+    x = torch.randn(3)
+    assert torch.equal(twice(work, x, x)[0], x * x) and work.seen == 2
+    other = torch.randn(3)
+    assert torch.equal(replays.forward(work, (), (x, other))[0], x * other)
+    assert work.seen == 3
+
+
+def test_views_are_found_by_their_address() -> None:
+    def forward(data: Any, tensors: Any) -> Any:
+        x, w = tensors
+        made = torch.empty(4, 6)
+        made.copy_(x[1:].t())
+        y = made[:, 2:].mm(w)
+        return y, [made.t(), w, None], "note"
+
+    work = Work(forward)
+    x, w = torch.randn(7, 4), torch.randn(4, 5)
+    twice(work, x, w)
+    assert work.seen == 2
+    x, w = torch.randn(7, 4), torch.randn(4, 5)
+    y, (saved, same, nothing), note = replays.forward(work, (), (x, w))
+    assert work.seen == 2 and same is w and nothing is None and note.note == "note"
+    assert torch.equal(saved, x[1:]) and saved.stride() == (1, 6)
+    torch.testing.assert_close(y, x[3:].t() @ w)
+
+
+def test_saved_tensors_die_with_their_last_use() -> None:
+    alive: list[bool] = []
+
+    def backward(data: Any, note: Any, saved: list[Any], grads: tuple[Any, ...]) -> Any:
+        (kept,) = saved
+        saved.clear()
+        dx = kept.mul(grads[0])
+        del kept
+        return (dx.add(1.0),)
+
+    work = Work(lambda data, t: (t[0].add(1.0), [t[0].mul(2.0)], None), backward)
+    x, g = torch.randn(3), torch.randn(3)
+    for i in range(4):
+        y, saved, note = replays.forward(work, (), (x,))
+        ref = weakref.ref(saved[0])
+        (dx,) = replays.backward(work, (), note, saved, (g,))
+        gc.collect()
+        alive.append(ref() is not None)
+        torch.testing.assert_close(dx, 2 * x * g + 1)
+        assert work.seen == min(2 * (i + 1), 4)
+    assert alive == [False] * 4
+    (kind,) = kinds()
+    (program,) = kind.backward.values()
+    lines = program.source.splitlines()
+    freed = next(i for i, line in enumerate(lines) if line.strip().startswith("del i0"))
+    assert any(" = " in line for line in lines[freed + 1 : -1])  # the last operator is to come
+
+
+def test_counting_is_never_replayed() -> None:
+    module = minifloat.Linear(16, 32, device="cpu")
+    x = torch.randn(4, 16)
+
+    def run() -> None:
+        module(x).sum().backward()
+
+    for _ in range(3):
+        run()
+    module._counts = torch.zeros(9, dtype=torch.int64)
+    for n in range(1, 4):
+        run()
+        assert module._counts.sum() == 2 * n
+    assert programs.recording() is None
