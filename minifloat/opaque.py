@@ -60,7 +60,7 @@ def register(cls: T, *, real: Iterable[str] = (), inlined: Iterable[str] = ()) -
                 cls.__class__ = OpaqueABCMeta  # type: ignore[assignment]
             register_opaque_type(cls, typ="value", members=members)
         except BaseException:
-            cls.__class__ = metaclass  # type: ignore[assignment]
+            cls.__class__ = metaclass
             raise
     return cls
 

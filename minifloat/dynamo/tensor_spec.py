@@ -155,10 +155,12 @@ class TensorSpec:
 def to_tensor_spec(tensor: Any) -> TensorSpec:
     """The description of a tensor or of a bare quantized storage."""
     dtype = tensor.dtype if isinstance(tensor, Tensor) else tensor._dtype
+    # No getattr with a default: Dynamo takes it where it cannot read the quantizer.
+    quantized = hasattr(type(tensor), "_INNER_TENSORS")
     return TensorSpec(
         tuple(tensor.shape),
         dtype,
-        getattr(tensor, "_quantizer", None),
+        tensor._quantizer if quantized else None,
         bool(getattr(tensor, "requires_grad", False)),
         tensor.device,
     )

@@ -44,7 +44,7 @@ def _to_copy(func: Any, t: Any, **kwargs: Any) -> Any:
     move = {k: v for k, v in kwargs.items() if k in ("device", "pin_memory", "non_blocking")}
     payload = t._mapped(lambda b: func(b, **move))
     made = t._like(payload, device=_device(payload, kwargs.get("device")))
-    made._quantizer = moved(made._quantizer, made.device)
+    made._keep(moved(made._quantizer, made.device))
     return made
 
 

@@ -74,7 +74,7 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
     def _set_fields(self, kwargs: dict[str, Any], shape: Sequence[int] | None = None) -> None:
         """Set every declared attribute from constructor arguments."""
         self._take(kwargs)
-        self._quantizer = adopt(kwargs.pop("quantizer", None))
+        self._keep(adopt(kwargs.pop("quantizer", None)))
         self._dtype = kwargs.pop("fake_dtype", None) or torch.float32
         given = kwargs.pop("shape", None)
         if kwargs:
@@ -326,7 +326,7 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
         if self._quantizer is None:
             raise RuntimeError(f"{type(self).__name__}: there is no quantizer to replace")
         warnings.warn(f"{type(self).__name__}: the quantizer is replaced", stacklevel=2)
-        self._quantizer = adopt(quantizer)
+        self._keep(adopt(quantizer))
 
     # ---------------------------------------------------------------------- views and copies
     def _view_payload(self, shape: Sequence[int]) -> dict[str, Any]:

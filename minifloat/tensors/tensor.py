@@ -145,7 +145,7 @@ class QuantizedTensor(Wrapper, GatheredTensor, QuantizedTensorStorage, Tensor):
                 setattr(self, plain.attr, getattr(value, plain.attr))
             self._unflat = value._unflat
             if value._quantizer is not None:
-                self._quantizer = adopt(value._quantizer)
+                self._keep(adopt(value._quantizer))
         else:
             self.quantize_(value)
 
