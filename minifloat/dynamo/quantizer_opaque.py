@@ -27,6 +27,7 @@ _REAL = (
     "_described",
     "_frozen",
     "_has_global_amax",
+    "_holding",
     "_holds_group",
     "_is_frozen",
     "_is_value",

@@ -123,6 +123,10 @@ class Declared:
         """Hold `values`, which have this object's shape, in the buffers that are there."""
         raise NotImplementedError
 
+    def _dequantize(self, dtype: torch.dtype) -> Any:
+        """The values, outside autograd."""
+        raise NotImplementedError
+
     # -------------------------------------------------------------------------------- saving
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Any]:
         """(buffers in `_SAVED` order, self); the fields are emptied."""

@@ -251,7 +251,7 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     out = func(*(plain[n] for n in names[: len(args)]), **{n: plain[n] for n in kwargs})
     if not written:
         return out
-    pairs = [
+    pairs: list[tuple[Any, Any]] = [
         (original, value)
         for name in names
         if name in written and name in bound
@@ -273,7 +273,7 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _plain_tensor(value: Any) -> Any:
-    return value._dequantize(value.dtype) if isinstance(value, Declared) else value
+    return value._dequantize(value._dtype) if isinstance(value, Declared) else value
 
 
 def _map(value: Any, fn: Callable[[Any], Any]) -> Any:

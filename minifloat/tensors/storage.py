@@ -8,6 +8,7 @@ gathering and usages all come from there; `Declared` has what groups of tensors 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -247,7 +248,7 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
             )
         source: Any = tensor
         if isinstance(source, Declared):
-            source = source.dequantize()
+            source = source._dequantize(source._dtype)
         if self._unflat is None:
             self._quantizer.update_quantized(source, self, noop_flag=noop_flag)
         else:
@@ -335,6 +336,8 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
         keeps_last = len(shape) > 0 and len(laid_out) > 0 and shape[-1] == laid_out[-1]
         row, col = self._has("row"), self._has("col")
         if not keeps_last and (self._tiled() or not row):
+            if math.prod(shape) != self.numel():
+                raise RuntimeError(f"shape '{list(shape)}' is invalid for size {self.numel()}")
             raise UsageError(
                 f"{type(self).__name__}: a view of {tuple(self.shape)} as {shape} moves elements "
                 "between blocks; keep the last dim, or dequantize() first"

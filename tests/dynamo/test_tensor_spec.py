@@ -326,7 +326,8 @@ def test_everything_traces(make: Make) -> None:
     names, inner, is_tensor, made, again, is_quantized, row = compiled(use)(q, sample(33, 48))
     spec = TensorSpec((33, 48), torch.bfloat16, make(), device="cpu")
     assert names == spec.inner_names()
-    assert [(t.shape, t.dtype) for t in inner] == list(q.inner_tensor_specs((33, 48)).values())
+    expected = q._holding(torch.bfloat16).inner_tensor_specs((33, 48))
+    assert [(t.shape, t.dtype) for t in inner] == list(expected.values())
     assert is_tensor
     assert is_quantized
     for t in (made, again):

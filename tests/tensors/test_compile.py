@@ -262,3 +262,20 @@ def test_a_graph_reads_the_fields_of_its_input(kind: str) -> None:
     fields, *plain = compiled(read)[0](t)
     assert all(torch.equal(f, getattr(t, n)) for f, n in zip(fields, names, strict=True))
     assert plain == [True, int(t._fp8_dtype), t.dtype]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_output_argument_in_a_graph(kind: str) -> None:
+    quantizer = KINDS[kind]()
+
+    def update(t: Any, x: torch.Tensor, flag: torch.Tensor) -> Any:
+        quantizer.quantize(x, out=t)
+        quantizer.update_quantized(2 * x, t, noop_flag=flag)
+        return t.dequantize()
+
+    fn, _ = compiled(update)
+    for noop in (0.0, 1.0):
+        x, flag = values(*SIZE, seed=1), torch.tensor([noop])
+        t, expected = quantized(kind), quantized(kind)
+        assert torch.equal(fn(t, x, flag), update(expected, x, flag))
+        assert_same(t, expected)
