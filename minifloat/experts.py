@@ -205,7 +205,8 @@ class Experts(Module):
                     stacklevel=4,
                 )
             return weight.dequantize()
-        held = self._held_format if self.single_grouped_weight else weight._cast(False).format_name
+        one: Any = weight
+        held = self._held_format if self.single_grouped_weight else one._cast(False).format_name
         if held != plan.w_row.format_name:
             raise RuntimeError(
                 f"Recipe mismatch for '{self._where()}': the weight was quantized as {held}, and "

@@ -8,7 +8,15 @@ from torch import Tensor
 from .formats import Cast
 from .layout import shares_scale
 
-__all__ = ["INPUT_DTYPES", "check_input", "check_seed", "check_usage"]
+__all__ = [
+    "INPUT_DTYPES",
+    "check_codes",
+    "check_input",
+    "check_nominal",
+    "check_noop",
+    "check_seed",
+    "check_usage",
+]
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,6 +48,30 @@ def check_usage(row: bool, col: bool) -> None:
         raise ValueError(
             "usage: neither rowwise nor columnwise was asked for; ask for at least one"
         )
+
+
+def check_nominal(dtype: torch.dtype | None) -> None:
+    """Raise for a dtype that no quantized tensor can stand for."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: got {dtype!r}; a floating torch dtype is needed")
+
+
+def check_noop(flag: Tensor | None) -> None:
+    """Raise for what is no flag on the device: one number, 1.0 to skip."""
+    if flag is None:
+        return
+    if not isinstance(flag, Tensor):
+        raise TypeError(f"noop_flag: got {type(flag).__name__}; a torch.Tensor is needed")
+    if flag.numel() != 1:
+        raise ValueError(f"noop_flag: got shape {tuple(flag.shape)}; one element is needed")
+
+
+def check_codes(data: Tensor, dtype: torch.dtype | None) -> None:
+    """Raise unless `data` holds codes: bytes, or the element's own torch dtype."""
+    if not isinstance(data, Tensor):
+        raise TypeError(f"data: got {type(data).__name__}; a torch.Tensor is needed")
+    if data.dtype not in (torch.uint8, dtype):
+        raise TypeError(f"data: got dtype {data.dtype}; codes are torch.uint8 or {dtype}")
 
 
 def check_seed(seed: Tensor | None) -> None:

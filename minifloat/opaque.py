@@ -40,17 +40,28 @@ T = TypeVar("T", bound=type)
 class OpaqueABCMeta(OpaqueBaseMeta, ABCMeta):
     """Metaclass of concrete value classes that derive from an abstract base."""
 
+    if AVAILABLE:  # 2.11 traces isinstance by what the metaclass itself defines
+        __instancecheck__ = OpaqueBaseMeta.__instancecheck__
+
 
 def register(cls: T, *, real: Iterable[str] = (), inlined: Iterable[str] = ()) -> T:
     """Register `cls` as value-opaque; a no-op where PyTorch has no opaque objects.
 
     `real` members are read or called at trace time and baked into the graph, `inlined` methods are
-    traced through. 2.11 knows no member that is not named here.
+    traced through. 2.11 knows no member that is not named here, and no class without PyTorch's
+    metaclass: one that derives from an abstract base gets it here. A refused class stays as it was.
     """
     if AVAILABLE:
         members = dict.fromkeys(real, MemberType.USE_REAL)
         members |= dict.fromkeys(inlined, MemberType.INLINED)
-        register_opaque_type(cls, typ="value", members=members)
+        metaclass = type(cls)
+        try:
+            if metaclass is ABCMeta:
+                cls.__class__ = OpaqueABCMeta  # type: ignore[assignment]
+            register_opaque_type(cls, typ="value", members=members)
+        except BaseException:
+            cls.__class__ = metaclass
+            raise
     return cls
 
 

@@ -27,6 +27,7 @@ _REAL = (
     "_described",
     "_frozen",
     "_has_global_amax",
+    "_holding",
     "_holds_group",
     "_is_frozen",
     "_is_value",
@@ -77,6 +78,9 @@ def register_value_opaque_quantizer(cls: T) -> T:
     `_value_fields()`. A field must be annotated as a bool, int, float, str, enum or dtype (or an
     optional one); anything else is a TypeError that names it. A refused class stays as it was.
     """
+    if not isinstance(cls, type) or not getattr(cls, "_is_quantizer_class", False):
+        given = cls.__name__ if isinstance(cls, type) else repr(cls)
+        raise TypeError(f"cls: got {given}; a subclass of Quantizer is needed")
     kinds = _field_kinds(cls)
     extra = vars(cls).get("_traced_members", ())
     opaque.register(cls, real=dict.fromkeys(("_traced", *kinds, *_REAL, *extra)), inlined=_INLINED)

@@ -27,6 +27,12 @@ def describe(quantizer: Any, shape: Sequence[int]) -> Specs:
     """The inner tensors of a result of `shape`."""
     made: Specs = {}
     for prefix, row, col, order in quantizer._described():
+        for cast in (row, col):
+            if cast is not None and cast.tiled and len(shape) == 0:
+                raise ValueError(
+                    f"shape: got (); {cast.format_name} scales blocks of a tensor with at least "
+                    "one dim: use (1,)"
+                )
         by_part = {p.name: (p.shape, p.dtype) for p in parts(tuple(shape), row, col)}
         made.update({prefix + attr: by_part[part] for attr, part in order if part in by_part})
     return made
@@ -101,9 +107,10 @@ class TensorSpec:
     def _specs(self) -> Specs:
         if self.quantizer is None:
             return {"data": (tuple(self.shape), self.dtype)}
+        described = self.quantizer._holding(self.dtype)
         if torch.compiler.is_compiling():
-            return describe(self.quantizer, self.shape)
-        return self.quantizer.inner_tensor_specs(self.shape)  # type: ignore[no-any-return]
+            return describe(described, self.shape)
+        return described.inner_tensor_specs(self.shape)  # type: ignore[no-any-return]
 
     def inner_names(self) -> tuple[str, ...]:
         """Names of the inner tensors, in the order of the storage class's declaration."""
@@ -155,10 +162,12 @@ class TensorSpec:
 def to_tensor_spec(tensor: Any) -> TensorSpec:
     """The description of a tensor or of a bare quantized storage."""
     dtype = tensor.dtype if isinstance(tensor, Tensor) else tensor._dtype
+    # No getattr with a default: Dynamo takes it where it cannot read the quantizer.
+    quantized = hasattr(type(tensor), "_INNER_TENSORS")
     return TensorSpec(
         tuple(tensor.shape),
         dtype,
-        getattr(tensor, "_quantizer", None),
+        tensor._quantizer if quantized else None,
         bool(getattr(tensor, "requires_grad", False)),
         tensor.device,
     )

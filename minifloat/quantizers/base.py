@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from .. import collectives, dispatch, straight_through
+from .. import collectives, dispatch, inputs, straight_through
 from ..dynamo.quantizer_opaque import _rebuild_quantizer, fx_repr, plain
 from ..dynamo.tensor_spec import Described, Specs, allocate, assemble, describe, metadata
 from ..formats import Cast
@@ -30,8 +30,11 @@ def adopt(quantizer: Any) -> Any:
     return quantizer if quantizer is None or quantizer._is_frozen() else quantizer.copy()
 
 
-class UsageError(ValueError, RuntimeError):
-    """A copy (rowwise or columnwise) was asked for that is not there and cannot be made."""
+class UsageError(ValueError, NotImplementedError):
+    """A copy (rowwise or columnwise) was asked for that is not there and cannot be made.
+
+    A ValueError and a RuntimeError (as NotImplementedError is) too: TE raises one or the other.
+    """
 
 
 class Quantizer(abc.ABC):
@@ -193,6 +196,7 @@ class Quantizer(abc.ABC):
         """
         if out is not None:
             return self.update_quantized(tensor, out, seed=seed)
+        inputs.check_nominal(dtype)
         if not (torch.is_grad_enabled() and getattr(tensor, "requires_grad", False)):
             return straight_through.run(self, tensor, dtype, seed)
         if self.internal:  # a bare storage is outside autograd
@@ -315,7 +319,13 @@ class Quantizer(abc.ABC):
 
         The copies `dst` has are the copies that are written.
         """
+        if torch.compiler.is_dynamo_compiling() and isinstance(dst, Tensor):
+            # Dynamo traces what a method of a tensor returns, and reads no field of a new one.
+            return dst._updated(self, src, noop_flag, seed)  # type: ignore[attr-defined]
         self._check_destination(dst)
+        inputs.check_noop(noop_flag)
+        if not isinstance(src, Tensor):
+            raise TypeError(f"src: got {type(src).__name__}; a torch.Tensor is needed")
         if tuple(src.shape) != tuple(dst.shape):
             raise ValueError(
                 f"src: got shape {tuple(src.shape)}; dst has {tuple(dst.shape)}: they must agree"
@@ -378,6 +388,10 @@ class Quantizer(abc.ABC):
         """What each storage of a result is made of."""
         return (("", *self._casts(), self._part_order()),)
 
+    def _holding(self, dtype: torch.dtype) -> Any:
+        """A quantizer that describes what this one makes of a tensor of `dtype`."""
+        return self
+
     def inner_tensor_specs(self, shape: Sequence[int]) -> Specs:
         """Ordered {attribute: (shape, dtype)} of the inner tensors of a result."""
         return describe(self, shape)
@@ -416,10 +430,12 @@ class Quantizer(abc.ABC):
         pin_memory: bool = False,
     ) -> Any:
         """An uninitialised result that honours the usages."""
-        inner = self.alloc_tensors(shape, device=device)
+        inputs.check_nominal(dtype)
+        described = self._holding(dtype)
+        inner = described.alloc_tensors(shape, device=device)
         if pin_memory:
             inner = [t.pin_memory() for t in inner]
-        buffers = dict(zip(self.inner_tensor_specs(shape), inner, strict=True))
+        buffers = dict(zip(described.inner_tensor_specs(shape), inner, strict=True))
         if not self._holds_group():
             return assemble(self, shape, dtype, buffers, requires_grad)
         quantizer = self.copy()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import dispatch
+from .. import dispatch, inputs
 from ..dtypes import DType
 from ..dynamo import register_value_opaque_quantizer
 from ..formats import ELEMENTS, Cast, Element, Scale, find_format
@@ -33,6 +33,8 @@ def element_of(dtype: object, bits: int, name: str) -> Element:
 
 def positive(value: float, name: str) -> float:
     """`value` as a float; ValueError naming the argument unless it is finite and not negative."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: got {value!r}; a number is needed")
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name}: got {value!r}; it must be finite and >= 0")
     return float(value)
@@ -40,6 +42,8 @@ def positive(value: float, name: str) -> float:
 
 class _TensorScaled(Quantizer):
     """What delayed and current scaling share: one scale, and a column copy that is a transpose."""
+
+    dtype: DType
 
     @staticmethod
     def get_columnwise_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -59,6 +63,8 @@ class _TensorScaled(Quantizer):
         requires_grad: bool,
         internal: bool,
     ) -> Any:
+        inputs.check_codes(data, ELEMENTS[self.dtype].torch_dtype)
+        inputs.check_nominal(fake_dtype)
         quantizer = self.copy()
         quantizer.internal = internal
         data = data if data.dtype == torch.uint8 else data.view(torch.uint8)
@@ -133,7 +139,6 @@ class Float8Quantizer(_TensorScaled):
 class Float8CurrentScalingQuantizer(_TensorScaled, metaclass=OpaqueABCMeta):
     """Current scaling: the scale comes from the amax of the tensor that is being cast."""
 
-    dtype: DType
     with_amax_reduction: bool
     force_pow_2_scales: bool
     amax_epsilon: float

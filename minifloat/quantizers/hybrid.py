@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import dispatch
@@ -138,6 +139,12 @@ class HybridQuantizer(Quantizer, metaclass=OpaqueABCMeta):
             *((ROW + prefix, r, c, order) for prefix, r, c, order in row),
             *((COL + prefix, r, c, order) for prefix, r, c, order in col),
         )
+
+    def _holding(self, dtype: torch.dtype) -> Any:
+        other = self.copy()
+        other.rowwise_quantizer = self.rowwise_quantizer._holding(dtype)
+        other.columnwise_quantizer = self.columnwise_quantizer._holding(dtype)
+        return other
 
     def _used(self) -> list[Quantizer]:
         used = []

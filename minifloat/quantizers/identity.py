@@ -52,6 +52,13 @@ class IdentityQuantizer(Quantizer, metaclass=OpaqueABCMeta):
             raise TypeError(f"tensor: got {given}; a tensor of a floating dtype is needed")
         dispatch.check_usage(self.rowwise_usage, self.columnwise_usage)
 
+    def _holding(self, dtype: torch.dtype) -> Any:
+        if self.dtype is not None:
+            return self
+        other = self.copy()
+        other.dtype = dtype
+        return other
+
     def is_requantization_safe(self) -> bool:
         return True
 

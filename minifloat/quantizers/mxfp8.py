@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import inputs
 from ..dtypes import DType
 from ..dynamo import register_value_opaque_quantizer
 from ..formats import ELEMENTS, Cast, Scale, find_format
@@ -62,8 +63,17 @@ class MXFP8Quantizer(Quantizer, metaclass=OpaqueABCMeta):
         fp8_dtype: DType = DType.kFloat8E4M3,
     ) -> Any:
         """A rowwise tensor of codes and scale bytes that exist already."""
+        element = element_of(fp8_dtype, 8, "fp8_dtype")
+        inputs.check_codes(data, element.torch_dtype)
+        inputs.check_nominal(fake_dtype)
+        needed = self.get_scale_shape(data.shape, False)
+        if scale_inv.dtype != torch.uint8 or tuple(scale_inv.shape) != needed:
+            raise ValueError(
+                f"scale_inv: got {scale_inv.dtype} of shape {tuple(scale_inv.shape)}; torch.uint8 "
+                f"of shape {needed} is needed for data of shape {tuple(data.shape)}"
+            )
         quantizer = self.copy()
-        quantizer.dtype = element_of(fp8_dtype, 8, "fp8_dtype").dtype
+        quantizer.dtype = element.dtype
         quantizer.set_usage(rowwise=True, columnwise=False)
         data = data if data.dtype == torch.uint8 else data.view(torch.uint8)
         buffers = {"_rowwise_data": data, "_rowwise_scale_inv": scale_inv}

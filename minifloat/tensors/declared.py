@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..quantizers import UsageError
 from .declaration import Inner, Plain
-from .kept import LIVE, joined, live_tensor, taken_apart
+from .kept import joined, live_tensor, taken_apart
 
 __all__ = ["Declared"]
 
@@ -58,6 +58,19 @@ class Declared:
             if value is ...:
                 raise TypeError(f"{type(self).__name__}: the argument {plain.kwarg!r} is missing")
             setattr(self, plain.attr, value)
+
+    def _keep(self, quantizer: Any) -> None:
+        """Hold `quantizer`, and its live tensors under the names that flattening gives them.
+
+        As attributes: Dynamo reads those of a tensor, unless its class has a `__getattr__`.
+        """
+        self._quantizer = quantizer
+        if self._is_tensor:
+            self._show(taken_apart(quantizer)[1])
+
+    def _show(self, live: Sequence[str]) -> None:
+        for name in live:
+            setattr(self, name, live_tensor(self._quantizer, name))
 
     # ------------------------------------------------------------------------------- reading
     def _part(self, name: str) -> Tensor | None:
@@ -110,6 +123,10 @@ class Declared:
         """Hold `values`, which have this object's shape, in the buffers that are there."""
         raise NotImplementedError
 
+    def _dequantize(self, dtype: torch.dtype) -> Any:
+        """The values, outside autograd."""
+        raise NotImplementedError
+
     # -------------------------------------------------------------------------------- saving
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Any]:
         """(buffers in `_SAVED` order, self); the fields are emptied."""
@@ -132,6 +149,7 @@ class Declared:
         """(names of the inner tensors present, what rebuilds the object around them)."""
         names = [attr for attr, t in self._buffers().items() if t is not None]
         quantizer, live = taken_apart(self._quantizer)
+        self._show(live)
         return [*names, *live], {
             "cls": type(self),
             "is_tensor": self._is_tensor,
@@ -168,9 +186,3 @@ class Declared:
     def _rebuilt(cls, kwargs: dict[str, Any], ctx: dict[str, Any], size: Any, stride: Any) -> Any:
         """The object made of these constructor arguments and what `_context` said."""
         raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        """The live tensors of the quantizer, as flattening names them."""
-        if name.startswith(LIVE):
-            return live_tensor(self._quantizer, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

@@ -109,8 +109,9 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
                 setattr(self, attr, getattr(value, attr))
             for plain in self._PLAIN:
                 setattr(self, plain.attr, getattr(value, plain.attr))
-            for attr in ("_quantizer", "_shares_scale", "tensor_shapes", "quantized_tensors"):
+            for attr in ("_shares_scale", "tensor_shapes", "quantized_tensors"):
                 setattr(self, attr, getattr(value, attr))
+            self._keep(value._quantizer)
         else:
             self._check_writable("data")
             self._write_values(value)

@@ -92,7 +92,7 @@ class GroupedTensorStorage(Factories, Declared):
             raise TypeError(f"{type(self).__name__}: no argument named {sorted(kwargs)[0]!r}")
         if fake_dtype is not None and fake_dtype != dtype:
             raise ValueError(f"fake_dtype: got {fake_dtype}; it must equal dtype, {dtype}")
-        self._quantizer = quantizer  # the object itself: what `output=` is checked against
+        self._keep(quantizer)  # the object itself: what `output=` is checked against
         self._dtype = dtype
         self.logical_shape = tuple(shape)
         ragged_rows, ragged_columns = self.first_dims is not None, self.last_dims is not None

@@ -263,7 +263,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage, quantizers=(HybridQua
         for attr, prefix in _PREFIX.items():
             if name.startswith(prefix) and attr in self.__dict__:
                 return getattr(self.__dict__[attr], name[len(prefix) :])
-        return super().__getattr__(name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 
 class HybridQuantizedTensor(

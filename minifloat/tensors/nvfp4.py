@@ -69,11 +69,18 @@ class NVFP4TensorStorage(QuantizedTensorStorage, quantizers=(NVFP4Quantizer,)):
         return cast
 
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
-        if self._quantizer is None and not self._has("row") and self._has("col"):
-            raise UsageError(
-                f"{type(self).__name__}: without a quantizer nothing says whether the columnwise "
-                "copy is Hadamard-transformed; keep the rowwise copy, or the quantizer"
-            )
+        if not self._has("row") and self._has("col"):
+            if self._quantizer is None:
+                raise UsageError(
+                    f"{type(self).__name__}: without a quantizer nothing says whether the "
+                    "columnwise copy is Hadamard-transformed; keep the rowwise copy, or the "
+                    "quantizer"
+                )
+            if self._cast(True).transforms:
+                raise UsageError(
+                    f"{type(self).__name__}: the columnwise copy is Hadamard-transformed and "
+                    "cannot be read back; keep the rowwise copy to dequantize"
+                )
         return super()._dequantize(dtype)
 
 

@@ -44,7 +44,7 @@ def _to_copy(func: Any, t: Any, **kwargs: Any) -> Any:
     move = {k: v for k, v in kwargs.items() if k in ("device", "pin_memory", "non_blocking")}
     payload = t._mapped(lambda b: func(b, **move))
     made = t._like(payload, device=_device(payload, kwargs.get("device")))
-    made._quantizer = moved(made._quantizer, made.device)
+    made._keep(moved(made._quantizer, made.device))
     return made
 
 
@@ -251,7 +251,7 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     out = func(*(plain[n] for n in names[: len(args)]), **{n: plain[n] for n in kwargs})
     if not written:
         return out
-    pairs = [
+    pairs: list[tuple[Any, Any]] = [
         (original, value)
         for name in names
         if name in written and name in bound
@@ -273,7 +273,7 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _plain_tensor(value: Any) -> Any:
-    return value._dequantize(value.dtype) if isinstance(value, Declared) else value
+    return value._dequantize(value._dtype) if isinstance(value, Declared) else value
 
 
 def _map(value: Any, fn: Callable[[Any], Any]) -> Any:

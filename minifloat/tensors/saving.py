@@ -39,6 +39,10 @@ def restore_from_saved(
     out: list[Any] = []
     for obj in objects:
         if obj is None:
+            if not rest:
+                raise ValueError(
+                    f"saved: got {len(saved)} tensors; {len(objects)} objects need more of them"
+                )
             out.append(rest.pop(0))
         else:
             rest = obj.restore_from_saved(rest)

@@ -8,6 +8,7 @@ gathering and usages all come from there; `Declared` has what groups of tensors 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -74,7 +75,7 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
     def _set_fields(self, kwargs: dict[str, Any], shape: Sequence[int] | None = None) -> None:
         """Set every declared attribute from constructor arguments."""
         self._take(kwargs)
-        self._quantizer = adopt(kwargs.pop("quantizer", None))
+        self._keep(adopt(kwargs.pop("quantizer", None)))
         self._dtype = kwargs.pop("fake_dtype", None) or torch.float32
         given = kwargs.pop("shape", None)
         if kwargs:
@@ -247,7 +248,7 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
             )
         source: Any = tensor
         if isinstance(source, Declared):
-            source = source.dequantize()
+            source = source._dequantize(source._dtype)
         if self._unflat is None:
             self._quantizer.update_quantized(source, self, noop_flag=noop_flag)
         else:
@@ -326,7 +327,7 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
         if self._quantizer is None:
             raise RuntimeError(f"{type(self).__name__}: there is no quantizer to replace")
         warnings.warn(f"{type(self).__name__}: the quantizer is replaced", stacklevel=2)
-        self._quantizer = adopt(quantizer)
+        self._keep(adopt(quantizer))
 
     # ---------------------------------------------------------------------- views and copies
     def _view_payload(self, shape: Sequence[int]) -> dict[str, Any]:
@@ -335,6 +336,8 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
         keeps_last = len(shape) > 0 and len(laid_out) > 0 and shape[-1] == laid_out[-1]
         row, col = self._has("row"), self._has("col")
         if not keeps_last and (self._tiled() or not row):
+            if math.prod(shape) != self.numel():
+                raise RuntimeError(f"shape '{list(shape)}' is invalid for size {self.numel()}")
             raise UsageError(
                 f"{type(self).__name__}: a view of {tuple(self.shape)} as {shape} moves elements "
                 "between blocks; keep the last dim, or dequantize() first"

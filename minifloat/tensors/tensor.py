@@ -79,6 +79,10 @@ class QuantizedTensor(Wrapper, GatheredTensor, QuantizedTensorStorage, Tensor):
         with torch.no_grad():
             return super().quantize_(tensor, noop_flag=noop_flag)
 
+    def _updated(self, quantizer: Any, src: Any, noop_flag: Any, seed: Any) -> Any:
+        """`quantizer.update_quantized` as a graph holds it."""
+        return quantizer.update_quantized(src, self, noop_flag=noop_flag, seed=seed)
+
     @classmethod
     def make_like(
         cls,
@@ -145,7 +149,7 @@ class QuantizedTensor(Wrapper, GatheredTensor, QuantizedTensorStorage, Tensor):
                 setattr(self, plain.attr, getattr(value, plain.attr))
             self._unflat = value._unflat
             if value._quantizer is not None:
-                self._quantizer = adopt(value._quantizer)
+                self._keep(adopt(value._quantizer))
         else:
             self.quantize_(value)
 

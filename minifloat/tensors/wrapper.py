@@ -72,7 +72,7 @@ class Wrapper:
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         with torch.no_grad():
             made: Any = self.clone()
-        made._quantizer = copy.deepcopy(self._quantizer, memo)
+        made._keep(copy.deepcopy(self._quantizer, memo))
         made.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=self.requires_grad)

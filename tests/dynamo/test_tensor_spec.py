@@ -326,7 +326,8 @@ def test_everything_traces(make: Make) -> None:
     names, inner, is_tensor, made, again, is_quantized, row = compiled(use)(q, sample(33, 48))
     spec = TensorSpec((33, 48), torch.bfloat16, make(), device="cpu")
     assert names == spec.inner_names()
-    assert [(t.shape, t.dtype) for t in inner] == list(q.inner_tensor_specs((33, 48)).values())
+    expected = q._holding(torch.bfloat16).inner_tensor_specs((33, 48))
+    assert [(t.shape, t.dtype) for t in inner] == list(expected.values())
     assert is_tensor
     assert is_quantized
     for t in (made, again):
@@ -392,3 +393,18 @@ def test_under_fake_tensor_mode(make: Make) -> None:
     assert type(made) is spec.quantizer._tensor_class
     assert all(isinstance(b, FakeTensor) for b in buffers(made).values())
     assert structure(made) == structure(spec.create_tensor())
+
+
+@compiles
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
+def test_a_graph_describes_its_input(name: str) -> None:
+    made = VALUES[name]()(sample(32, 48))
+
+    def fn(t: Tensor) -> Any:
+        spec = to_tensor_spec(t)
+        return spec.inner_names(), spec.is_quantized, spec.create_inner_tensors()
+
+    names, quantized, inner = torch.compile(fn, backend="aot_eager", fullgraph=True)(made)
+    assert quantized
+    assert names == tuple(buffers(made))
+    assert [t.shape for t in inner] == [t.shape for t in buffers(made).values()]

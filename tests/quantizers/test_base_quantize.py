@@ -292,6 +292,39 @@ def test_what_is_no_tensor_is_refused(make: Make) -> None:
             make().quantize(bad)
 
 
+@pytest.mark.parametrize("make", FOUR.values(), ids=FOUR.keys())
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bfloat16"])
+def test_a_nominal_dtype_is_floating(make: Make, dtype: Any) -> None:
+    q = make()
+    with pytest.raises(TypeError, match="dtype: got .*a floating torch dtype is needed"):
+        q.quantize(sample(4, 4), dtype=dtype)
+    with pytest.raises(TypeError, match="dtype: got .*a floating torch dtype is needed"):
+        q.make_empty((4, 4), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("flag", "error"), [(1.0, TypeError), (torch.ones(3), ValueError), (torch.ones(0), ValueError)]
+)
+def test_a_noop_flag_is_one_number_on_the_device(flag: Any, error: Any) -> None:
+    for q in (VALUES["mxfp8"](), delayed()):
+        t = q(sample(4, 8))
+        state = [s.clone() for s in q._state_written()]
+        before = snapshot(t)
+        with pytest.raises(error, match="noop_flag: got"):
+            q.update_quantized(100 * sample(4, 8), t, noop_flag=flag)
+        assert same(snapshot(t), before)
+        assert all(torch.equal(a, b) for a, b in zip(state, q._state_written(), strict=True))
+
+
+@values
+def test_what_is_no_tensor_is_no_source(make: Make) -> None:
+    q = make()
+    t = q.make_empty((4, 8), device="cpu")
+    for bad in (None, [1.0], 3.0):
+        with pytest.raises(TypeError, match="src: got"):
+            q.update_quantized(bad, t)
+
+
 @values
 def test_no_usage_is_refused(make: Make) -> None:
     q = make()
@@ -306,6 +339,8 @@ def test_no_usage_is_refused(make: Make) -> None:
 def test_a_scalar_has_no_blocks(name: str) -> None:
     with pytest.raises(ValueError, match="tensor: got a 0-d tensor"):
         VALUES[name]().quantize(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"shape: got \(\)"):
+        VALUES[name]().make_empty(())
 
 
 @pytest.mark.parametrize("name", ["current", "identity"])

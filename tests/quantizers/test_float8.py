@@ -277,6 +277,18 @@ def test_other_epsilons_are_refused(bad: float) -> None:
         mf.Float8BlockQuantizer(E4M3, amax_epsilon=bad)
 
 
+def test_an_epsilon_is_a_number() -> None:
+    with pytest.raises(TypeError, match="amax_epsilon: got 'x'; a number is needed"):
+        Float8CurrentScalingQuantizer(E4M3, "cpu", amax_epsilon="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("q", [delayed(), Float8CurrentScalingQuantizer(E4M3, "cpu")])
+def test_codes_are_bytes(q: Any) -> None:
+    for bad in (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float8_e5m2)):
+        with pytest.raises(TypeError, match="data: got dtype .*; codes are torch.uint8 or"):
+            q.create_tensor_from_data(bad)
+
+
 def test_integral_epsilons_are_floats() -> None:
     q = Float8CurrentScalingQuantizer(E4M3, "cpu", amax_epsilon=1)
     assert type(q.amax_epsilon) is float

@@ -8,11 +8,11 @@ import pickle
 import pytest
 import torch
 
-from minifloat import IdentityQuantizer
-from minifloat.dynamo import is_value_opaque_quantizer
+from minifloat import HybridQuantizer, IdentityQuantizer
+from minifloat.dynamo import TensorSpec, is_value_opaque_quantizer
 from minifloat.opaque import AVAILABLE
 
-from .cases import sample
+from .cases import buffers, sample
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -81,3 +81,21 @@ def test_is_quantizable() -> None:
     assert q.is_quantizable(torch.tensor(1.0))
     assert not q.is_quantizable(torch.zeros(3, dtype=torch.int8))
     assert q.is_requantization_safe()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("nominal", [torch.float32, torch.bfloat16])
+def test_an_empty_one_is_as_wide_as_a_quantized_one(
+    dtype: torch.dtype | None, nominal: torch.dtype
+) -> None:
+    identity = IdentityQuantizer(dtype=dtype)
+    mixed = HybridQuantizer(rowwise_quantizer=identity.copy(), columnwise_quantizer=identity.copy())
+    x = torch.ones(4, 6, dtype=nominal)
+    for q in (identity, mixed):
+        made = q(x)
+        empty = q.make_empty((4, 6), dtype=nominal, device="cpu")
+        spec = TensorSpec((4, 6), nominal, q, device="cpu")
+        for other in (empty, spec.create_tensor()):
+            assert buffers(other).keys() == buffers(made).keys()
+            for name, t in buffers(made).items():
+                assert buffers(other)[name].dtype == t.dtype

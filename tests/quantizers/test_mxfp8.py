@@ -77,3 +77,7 @@ def test_from_data() -> None:
         q.create_tensor_from_data(
             codes._rowwise_data, codes._rowwise_scale_inv, torch.float32, DType.kByte
         )
+    with pytest.raises(TypeError, match="data: got dtype torch.float32"):
+        q.create_tensor_from_data(codes.float(), codes._rowwise_scale_inv, torch.float32)
+    with pytest.raises(ValueError, match=r"scale_inv: got .*\(128, 4\) is needed"):
+        q.create_tensor_from_data(codes._rowwise_data, codes._rowwise_scale_inv[:32], torch.float32)

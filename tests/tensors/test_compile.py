@@ -248,3 +248,34 @@ def test_a_cached_graph_returns_the_quantizer_it_was_given() -> None:
             assert out._quantizer.amax_epsilon == eps
             assert bits(out) == bits(with_eps(eps))
         assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+@pytest.mark.parametrize("kind", ["current", "delayed", "mxfp8"])
+def test_a_graph_reads_the_fields_of_its_input(kind: str) -> None:
+    t = quantized(kind)
+    names = [name for name in t.__tensor_flatten__()[0] if not name.startswith("_live_")]
+
+    def read(t: Any) -> Any:
+        fields = [getattr(t, name).clone() for name in names]
+        return fields, t._quantizer.columnwise_usage, int(t._fp8_dtype), t._dtype
+
+    fields, *plain = compiled(read)[0](t)
+    assert all(torch.equal(f, getattr(t, n)) for f, n in zip(fields, names, strict=True))
+    assert plain == [True, int(t._fp8_dtype), t.dtype]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_output_argument_in_a_graph(kind: str) -> None:
+    quantizer = KINDS[kind]()
+
+    def update(t: Any, x: torch.Tensor, flag: torch.Tensor) -> Any:
+        quantizer.quantize(x, out=t)
+        quantizer.update_quantized(2 * x, t, noop_flag=flag)
+        return t.dequantize()
+
+    fn, _ = compiled(update)
+    for noop in (0.0, 1.0):
+        x, flag = values(*SIZE, seed=1), torch.tensor([noop])
+        t, expected = quantized(kind), quantized(kind)
+        assert torch.equal(fn(t, x, flag), update(expected, x, flag))
+        assert_same(t, expected)

@@ -95,3 +95,10 @@ def test_stochastic_rounding_requantizes_within_a_step() -> None:
     coarse = KINDS["nvfp4"]().quantize(values(32, 32)).dequantize()
     assert (t.dequantize() - coarse).abs().max() <= 2 * coarse.abs().max() / 6
     assert step.shape == t.shape
+
+
+def test_a_transformed_copy_alone_is_not_read_back() -> None:
+    t = quantized("nvfp4_rht", rowwise=False)
+    for error in (UsageError, ValueError, NotImplementedError):
+        with pytest.raises(error, match="Hadamard-transformed and cannot be read back"):
+            t.dequantize()

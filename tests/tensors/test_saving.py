@@ -62,6 +62,8 @@ def test_too_few_tensors_is_an_error() -> None:
     tensors, _ = t.prepare_for_saving()
     with pytest.raises(ValueError, match="saved 4"):
         t.restore_from_saved(tensors[:3])
+    with pytest.raises(ValueError, match="saved: got 1 tensors; 2 objects"):
+        mf.restore_from_saved([None, None], [values(2)])
 
 
 def test_a_list_of_everything() -> None:

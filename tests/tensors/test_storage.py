@@ -410,6 +410,13 @@ def test_a_view_across_blocks_is_an_error(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(3, 5), (5,), (3, 32)])
+def test_a_view_of_another_size_is_an_error(kind: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match="is invalid for"):
+        storage(kind, 32, 32).view(shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_flat_view_is_the_same_tensor_in_one_dim(kind: str) -> None:
     t = storage(kind, 4, 8, 32)
     flat = t.view(-1)
