@@ -13,6 +13,9 @@ from .fusible import FusibleOperation
 
 __all__ = ["BasicOperation"]
 
+# Of an operation that is called by itself.
+NO_NEIGHBOURS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+
 
 class BasicOperation(FusibleOperation):
     """An operation that does not split further. It holds its parameters.
@@ -93,6 +96,15 @@ class BasicOperation(FusibleOperation):
         """
         return {}
 
+    def _begun(self, input_: Any, requires_grad: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """`kwargs` of a forward that no fuser calls, and what `begin` adds to them."""
+        device = input_.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        begun = self.begin(
+            requires_grad=requires_grad, input_requires_grad=requires_grad, autocast_dtype=dtype
+        )
+        return {**begun, **kwargs}
+
     def end(self, **kwargs: Any) -> None:
         """Called after the pipeline's forward, with what this operation's forward got."""
 
@@ -133,20 +145,22 @@ class BasicOperation(FusibleOperation):
     def op_forward(self, ctx: OperationContext, input_: Any, *args: Any, **kwargs: Any) -> Any:
         """The output; `ctx` records what backward needs."""
         self._only_without_extras("op_forward")
-        if not self._use_split_forward:
-            raise NotImplementedError(
-                f"{type(self).__name__} defines no forward: define op_forward_compute and "
-                "op_forward_save_ctx"
-            )
+        # Whatever `_use_split_forward`: a legacy subclass of a split class gets here by super().
+        if not getattr(ctx, "_begun", False):
+            kwargs = self._begun(input_, ctx.requires_grad, {**NO_NEIGHBOURS, **kwargs})
         kwargs["requires_grad"] = ctx.requires_grad
-        output, saved = self.op_forward_compute(input_, **kwargs)
+        with torch.no_grad():  # op_backward differentiates it, not autograd
+            output, saved = self.op_forward_compute(input_, **kwargs)
         self.op_forward_save_ctx(ctx, input_, saved, **kwargs)
         return output
 
     def op_forward_compute(self, input_: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """(output, tensors to save)."""
         self._only_without_extras("op_forward_compute")
-        raise NotImplementedError(f"{type(self).__name__} does not define op_forward_compute")
+        raise NotImplementedError(
+            f"{type(self).__name__} defines no forward: define op_forward_compute and "
+            "op_forward_save_ctx"
+        )
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: Any, tensors_to_save: Any, *args: Any, **kwargs: Any
@@ -173,10 +187,14 @@ class BasicOperation(FusibleOperation):
     def fuser_forward(
         self, basic_op_ctxs: list[Any], input_: Any, *args: Any, **fwd_kwargs: Any
     ) -> tuple[Any, Iterable[Iterable[Tensor | None]]]:
-        if self._use_split_forward:
-            return super().fuser_forward(basic_op_ctxs, input_, **fwd_kwargs)
-        self._only_without_extras("op_forward")
-        return self.op_forward(basic_op_ctxs[0], input_, **_alone(fwd_kwargs)), [()]
+        own = type(self).op_forward is not BasicOperation.op_forward
+        if own and not self._use_split_forward:
+            self._only_without_extras("op_forward")
+            return self.op_forward(basic_op_ctxs[0], input_, **_alone(fwd_kwargs)), [()]
+        if not getattr(basic_op_ctxs[0], "_begun", False):
+            given, trains = fwd_kwargs["basic_op_kwargs"][0], basic_op_ctxs[0].requires_grad
+            fwd_kwargs["basic_op_kwargs"] = [self._begun(input_, trains, given)]
+        return super().fuser_forward(basic_op_ctxs, input_, **fwd_kwargs)
 
     def fuser_forward_compute(
         self, input_: Any, *args: Any, **fwd_kwargs: Any

@@ -65,7 +65,9 @@ class Pipeline:
         extra = dict(zip(self.imports, tensors[1 : 1 + len(self.imports)], strict=True))
         contexts: dict[int, OperationContext] = {}
         for op, indices in self.forward_ops:
-            here = [OperationContext(requires_grad=call.requires_grad[i]) for i in indices]
+            here = [
+                OperationContext(requires_grad=call.requires_grad[i], _begun=True) for i in indices
+            ]
             x, made = self._run(op, indices, here, x, extra, call)
             self._keep(indices, made, extra)
             contexts.update(zip(indices, here, strict=True))

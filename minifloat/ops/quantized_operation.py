@@ -84,6 +84,12 @@ class QuantizedOperation(BasicOperation, Module):
             self._recipe = recipe
             self._quantizers = {}
 
-    # ------------------------------------------------------------------------------ end of a call
+    # ------------------------------------------------------------------- start and end of a call
+    def _given(self, input_: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """`kwargs` of one half of forward, which somebody may call by itself."""
+        if "begun" in kwargs:
+            return kwargs
+        return self._begun(input_, kwargs.get("requires_grad", True), kwargs)
+
     def end(self, **kwargs: Any) -> None:
         self._end(kwargs["begun"])

@@ -68,12 +68,15 @@ class NormOperation(BasicOperation):
     ) -> dict[str, Any]:
         if self.weight.is_meta:
             self.reset_parameters()
-        needs = (
+        return {"needs": self._needs(requires_grad, input_requires_grad), "dtype": autocast_dtype}
+
+    def _needs(self, requires_grad: bool, input_requires_grad: bool) -> tuple[bool, bool, bool]:
+        """Which of the input, the weight and the bias want a gradient."""
+        return (
             requires_grad and input_requires_grad,
             requires_grad and self.weight.requires_grad,
             requires_grad and not self.rms and self.bias.requires_grad,
         )
-        return {"needs": needs, "dtype": autocast_dtype}
 
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
         y, saved = self.produce(input_, **kwargs)
@@ -83,8 +86,9 @@ class NormOperation(BasicOperation):
         self,
         input_: Any,
         *,
-        needs: tuple[bool, bool, bool],
-        dtype: torch.dtype | None,
+        requires_grad: bool = True,
+        needs: tuple[bool, bool, bool] | None = None,
+        dtype: torch.dtype | None = None,
         lazy: bool = False,
         amax: bool = False,
         **kwargs: Any,
@@ -98,6 +102,7 @@ class NormOperation(BasicOperation):
             raise ValueError(
                 f"input: got shape {tuple(x.shape)}; its last dims must be {self._shape}"
             )
+        needs = self._needs(requires_grad, requires_grad) if needs is None else needs
         gamma = self.weight.reshape(-1)
         beta = None if self.rms else self.bias.reshape(-1)
         call = self._call(x, needs, dtype)._replace(lazy=lazy, amax=amax)
@@ -115,10 +120,12 @@ class NormOperation(BasicOperation):
         input_: Any,
         tensors_to_save: Any,
         *,
-        needs: tuple[bool, bool, bool],
-        dtype: torch.dtype | None,
+        requires_grad: bool = True,
+        needs: tuple[bool, bool, bool] | None = None,
+        dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
+        needs = self._needs(requires_grad, requires_grad) if needs is None else needs
         ctx.call = self._call(input_, needs, dtype)
         ctx.shape = input_.shape
         ctx.save_for_backward(*tensors_to_save)
@@ -180,7 +187,7 @@ class L2Normalization(BasicOperation):
         self.eps = eps
 
     def op_forward_compute(
-        self, input_: Any, *, requires_grad: bool, **kwargs: Any
+        self, input_: Any, *, requires_grad: bool = True, **kwargs: Any
     ) -> tuple[Any, Any]:
         x: Tensor = matrix(input_)
         y, rstd = norms.l2_norm(x, self.eps)
