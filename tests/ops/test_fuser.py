@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import minifloat
 from minifloat import ops
 from minifloat.ops import OperationFuser
 
@@ -271,3 +272,17 @@ def test_in_place_leaves_channels_alone() -> None:
     (2 * z + torch.nn.functional.gelu(2 * z, approximate="tanh")).backward(grad)
     torch.testing.assert_close(x.grad, z.grad)
     assert torch.equal(given, grad)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: ops.Sequential(ops.RMSNorm(8), ops.Linear(8, 8), ops.GELU()),
+        lambda: minifloat.LayerNormLinear(8, 8, device="cpu"),
+    ],
+)
+def test_a_second_derivative_is_refused(layer: Any) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad((layer()(x) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (grad**2).sum().backward()
