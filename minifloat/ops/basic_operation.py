@@ -123,6 +123,10 @@ class BasicOperation(FusibleOperation):
         """How many tensors it quantizes in "forward" or "backward"."""
         return 0
 
+    def get_quantizer_roles(self, mode: str) -> list[Any] | None:
+        """What each quantizer of a mode is for; None: nothing says."""
+        return None
+
     def get_quantizer(self, mode: str, index: int) -> Any:
         """Quantizer `index` of a mode; None while nothing is quantized."""
         count = self.num_quantizers(mode)
@@ -134,6 +138,13 @@ class BasicOperation(FusibleOperation):
 
     def reset_recipe_state(self, *, recipe: Any) -> None:
         """Quantize by `recipe` from now on; None: not at all."""
+
+    def _save_fp8_metas(self) -> dict[str, Tensor] | None:
+        """Copies of delayed scaling's tensors, for `_load_fp8_metas`; None: it has none."""
+        return None
+
+    def _load_fp8_metas(self, metas: dict[str, Tensor] | None) -> None:
+        """Put back what `_save_fp8_metas` returned."""
 
     def get_input_quantizer(self) -> Any:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -17,12 +18,15 @@ from .values import folded, matrix, plain
 
 __all__ = ["L2Normalization", "LayerNorm", "NormOperation", "RMSNorm"]
 
+PHASES = ("forward", "backward", "inference")
+
 
 class NormOperation(BasicOperation):
     """Over the last dims, of shape `normalized_shape`, times `weight`, plus `bias` if it has one.
 
-    With `zero_centered_gamma` the factor is `1 + weight`. `sm_margin` is for kernels that we do not
-    have, and changes nothing.
+    With `zero_centered_gamma` the factor is `1 + weight`. `sm_margin`, a number or one for each of
+    "forward", "backward" and "inference", is for kernels that we do not have: it is kept, and
+    changes nothing.
     """
 
     rms: ClassVar[bool]
@@ -38,8 +42,10 @@ class NormOperation(BasicOperation):
         sm_margin: int | dict[str, int] = 0,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-        self._shape = tuple(shape)
+        shape: Any = normalized_shape
+        shape = shape if isinstance(shape, Iterable) else (shape,)
+        self._shape = tuple([operator.index(n) for n in shape])
+        self._sm_margins = _margins(sm_margin, type(self).__name__)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         device = default_device(device)
@@ -158,6 +164,17 @@ class NormOperation(BasicOperation):
 
     def extra_repr(self) -> str:
         return f"{self._shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def _margins(given: int | dict[str, int], where: str) -> dict[str, int]:
+    """`sm_margin` for each phase."""
+    made = dict.fromkeys(PHASES, given) if isinstance(given, int) else given
+    if not isinstance(made, dict) or set(made) != set(PHASES):
+        raise ValueError(
+            f"{where}: sm_margin: got {given!r}; an int, or a dict with an int for each of "
+            f"{', '.join(PHASES)}"
+        )
+    return dict(made)
 
 
 class LayerNorm(NormOperation):
