@@ -271,12 +271,17 @@ class OperationFuser:
         basic = _expanded(ops)
         for function in functions:
             made = function(list(ops), recipe=recipe)
+            if not isinstance(made, list | tuple):
+                raise TypeError(
+                    f"fusion {_name(function)}: returned {type(made).__name__}; a list of "
+                    "operations is needed"
+                )
             self._check(basic, _expanded(made), function, start)
             ops = made
         return ops
 
     def _check(self, ops: list[Any], made: list[Any], function: Any, start: int) -> None:
-        name = getattr(function, "__qualname__", None) or type(function).__name__
+        name = _name(function)
         for i, op in enumerate(ops):
             if i < len(made) and made[i] is op:
                 continue
@@ -291,6 +296,10 @@ class OperationFuser:
                 f"fusion {name}: added {type(made[len(ops)]).__name__} after the last of "
                 f"{len(ops)} operations; a fusion returns the same basic operations"
             )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
 
 
 def _distinct(tensors: tuple[Any, ...]) -> tuple[Any, ...]:

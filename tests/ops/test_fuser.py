@@ -211,6 +211,13 @@ def test_a_fusion_that_loses_operations(fusion: Any, message: str) -> None:
         ops.Sequential(ops.GELU(), ops.ConstantScale(2.0))(torch.ones(2))
 
 
+@pytest.mark.usefixtures("restored")
+def test_a_fusion_that_returns_nothing() -> None:
+    ops.register_forward_fusion(lambda ops_, *, recipe: None)
+    with pytest.raises(TypeError, match="fusion .*lambda.*: returned NoneType; a list of"):
+        ops.GELU()(torch.ones(2))
+
+
 def test_registration_takes_functions() -> None:
     with pytest.raises(TypeError, match="func: got 3"):
         ops.register_forward_fusion(3)  # type: ignore[arg-type]

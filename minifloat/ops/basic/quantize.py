@@ -101,6 +101,10 @@ class GradientQuantizer(NamedTuple):
     def quantize(self, grad: Any) -> Any:
         return _quantized(grad, self.state, self.plan, "grad_input")
 
+    def __call__(self, grad: Any) -> Any:
+        """As quantizers are called."""
+        return self.quantize(grad)
+
     def of_activation(
         self, h: Tensor, dy: Tensor, producer: Producer, *, shape: Any, dbias: bool
     ) -> tuple[Any, Tensor | None]:
