@@ -10,9 +10,12 @@ from torch import Tensor
 
 from .context import OperationContext
 from .fusible import FusibleOperation
+from .results import results
 
 __all__ = ["BasicOperation"]
 
+COMPUTED = ("output", "tensors to save")
+GRADIENTS = ("gradient of the input", "gradients of the parameters")
 # Of an operation that is called by itself.
 NO_NEIGHBOURS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
@@ -161,7 +164,7 @@ class BasicOperation(FusibleOperation):
             kwargs = self._begun(input_, ctx.requires_grad, {**NO_NEIGHBOURS, **kwargs})
         kwargs["requires_grad"] = ctx.requires_grad
         with torch.no_grad():  # op_backward differentiates it, not autograd
-            output, saved = self.op_forward_compute(input_, **kwargs)
+            output, saved = self._computed(input_, kwargs)
         self.op_forward_save_ctx(ctx, input_, saved, **kwargs)
         return output
 
@@ -184,6 +187,11 @@ class BasicOperation(FusibleOperation):
         """(gradient of the input, gradients of the parameters)."""
         self._only_without_extras("op_backward")
         raise NotImplementedError(f"{type(self).__name__} does not define op_backward")
+
+    def _computed(self, input_: Any, kwargs: dict[str, Any]) -> Any:
+        """(output, tensors to save)."""
+        made = self.op_forward_compute(input_, **kwargs)
+        return results(made, "op_forward_compute", COMPUTED)
 
     def _only_without_extras(self, method: str) -> None:
         """`op_` methods have no place for extra inputs and outputs."""
@@ -211,7 +219,7 @@ class BasicOperation(FusibleOperation):
         self, input_: Any, *args: Any, **fwd_kwargs: Any
     ) -> tuple[Any, Iterable[Iterable[Tensor | None]], Any]:
         self._only_without_extras("op_forward_compute")
-        output, saved = self.op_forward_compute(input_, **_alone(fwd_kwargs))
+        output, saved = self._computed(input_, _alone(fwd_kwargs))
         return output, [()], saved
 
     def fuser_forward_save_ctx(
@@ -229,7 +237,8 @@ class BasicOperation(FusibleOperation):
         self, basic_op_ctxs: list[Any], grad_output: Any, *, basic_op_grad_extra_outputs: list[Any]
     ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
         self._only_without_extras("op_backward")
-        grad_input, grads = self.op_backward(basic_op_ctxs[0], grad_output)
+        made = self.op_backward(basic_op_ctxs[0], grad_output)
+        grad_input, grads = results(made, "op_backward", GRADIENTS)
         return grad_input, [grads], [()]
 
     def forward(self, input: Any, *extra_inputs: Any, **kwargs: Any) -> Any:  # noqa: A002

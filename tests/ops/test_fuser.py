@@ -256,6 +256,74 @@ def test_wrong_numbers_of_results() -> None:
         Makes()(torch.ones(2))
 
 
+HALVES = {
+    "op_forward_compute": lambda self, input_, **kwargs: (input_ * 1, ()),
+    "op_forward_save_ctx": lambda self, ctx, input_, tensors_to_save, **kwargs: None,
+    "op_backward": lambda self, ctx, grad_output: (grad_output, ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        (
+            "op_forward_compute",
+            lambda self, input_, **kwargs: input_ * 1,
+            r"op_forward_compute: returned Tensor; \(output, tensors to save\) is needed",
+        ),
+        (
+            "op_forward_compute",
+            lambda self, input_, **kwargs: (3, ()),
+            "returned int as its output; a tensor is needed",
+        ),
+        (
+            "op_forward_save_ctx",
+            lambda self, ctx, input_, tensors_to_save, **kwargs: ctx.save_for_backward(3),
+            "tensors: got int; a Tensor",
+        ),
+        (
+            "op_backward",
+            lambda self, ctx, grad_output: grad_output,
+            r"op_backward: returned Tensor; \(gradient of the input, ",
+        ),
+        (
+            "op_backward",
+            lambda self, ctx, grad_output: (grad_output, None),
+            r"gradients of parameters: got \[NoneType\]; a tuple for each of its 1 basic",
+        ),
+        (
+            "fuser_backward",
+            lambda self, ctxs, grad_output, **kwargs: grad_output,
+            r"fuser_backward: returned Tensor; \(gradient of the input, ",
+        ),
+    ],
+)
+def test_wrong_results_of_a_users_operation(name: str, method: Any, message: str) -> None:
+    """A tensor of two or three rows would unpack, and go on as something else."""
+    op = type("User", (ops.BasicOperation,), {**HALVES, name: method})()
+    x = torch.randn(3 if "fuser" in name else 2, 4, requires_grad=True)
+    with pytest.raises(TypeError, match=rf"User \(op 1 of 2\): .*{message}"):
+        ops.Sequential(ops.Identity(), op)(x).sum().backward()
+
+
+def test_wrong_results_of_a_users_operation_with_extras() -> None:
+    class Add(ops.AddExtraInput):
+        def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+            return grad_output, [()], [()]
+
+    x = torch.randn(2, 4, requires_grad=True)
+    message = r"Add \(op 0 of 1\): backward returned 0 gradients for 1 extra inputs"
+    with pytest.raises(RuntimeError, match=message):
+        Add()(x, x.detach().requires_grad_()).sum().backward()
+
+    class Make(ops.MakeExtraOutput):
+        def fuser_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+            return input_
+
+    with pytest.raises(TypeError, match=r"Make \(op 0 of 1\): fuser_forward_compute: returned Ten"):
+        Make()(torch.randn(3, 4))
+
+
 def test_backward_twice_with_a_retained_graph() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     y = residual()(x)
