@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._C._dynamo import eval_frame
+from torch.autograd.function import once_differentiable
 
 from . import replays
 
@@ -62,17 +63,33 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        work, data, note = ctx.work, ctx.data, ctx.note
-        if not isinstance(note, replays.Note):  # of a graph
-            return None, None, *work.backward(data, note, _saved(ctx), grads)
-        if torch.compiler.is_compiling():
-            return None, None, *work.backward(data, note.note, _saved(ctx), grads)
-        if torch._C._is_any_autocast_enabled():
-            # A backward inside torch.autocast: products of fp32 would be rounded to its dtype.
-            with torch._C._DisableAutocast():
-                return None, None, *replays.backward(work, data, note, _saved(ctx), grads)
-        return None, None, *replays.backward(work, data, note, _saved(ctx), grads)
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph
+            return _once(ctx, *grads)  # type: ignore[no-any-return]
+        return _Run._backward(ctx, *grads)
 
+    @staticmethod
+    def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        # A backward inside torch.autocast: products of fp32 would be rounded to its dtype.
+        off: Any = None
+        if not torch.compiler.is_compiling() and torch._C._is_any_autocast_enabled():
+            off = torch._C._DisableAutocast()
+        if off is None:
+            return None, None, *_backward(ctx, grads)
+        with off:
+            return None, None, *_backward(ctx, grads)
+
+
+def _backward(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    work, data, note = ctx.work, ctx.data, ctx.note
+    if not isinstance(note, replays.Note):  # of a graph
+        return work.backward(data, note, _saved(ctx), grads)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return work.backward(data, note.note, _saved(ctx), grads)  # type: ignore[no-any-return]
+    return replays.backward(work, data, note, _saved(ctx), grads)
+
+
+# What backward computes is not itself differentiable: casts are not, and statistics are constants.
+_once: Any = once_differentiable(_Run._backward)
 
 # Function.apply without what it does for function transforms.
 _apply: Any = super(torch.autograd.Function, _Run).apply
@@ -92,7 +109,8 @@ def _saved(ctx: Any) -> list[Any]:
 
 # Where a graph breaks inside the work, these run as they are: Dynamo would start a graph in each
 # frame, and looks at an argument like `ctx` by reading its saved tensors, which clears them.
-for _function in (_Run.forward, _Run.backward, _saved, replays.forward, replays.backward):
+_SKIPPED = (_Run.forward, _Run.backward, _Run._backward, _backward, _saved)
+for _function in (*_SKIPPED, replays.forward, replays.backward):
     eval_frame.set_code_exec_strategy(
         _function.__code__,
         eval_frame._FrameExecStrategy(

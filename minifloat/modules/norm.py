@@ -60,9 +60,35 @@ class _Norm(nn.Module):
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
 
+def _margin(phase: str, name: str) -> Any:
+    """A property of old: `sm_margin[phase]`, which changes nothing."""
+
+    def warn() -> None:
+        text = f"{name} is deprecated: give sm_margin={{{phase!r}: ...}} at construction"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+
+    def get(self: Any) -> int:
+        warn()
+        return int(self._sm_margins[phase])
+
+    def put(self: Any, value: int) -> None:
+        warn()
+        self._sm_margins[phase] = value
+
+    return property(get, put)
+
+
 class LayerNorm(_Norm, ops.LayerNorm):
     """`y = (x - mean) / sqrt(var + eps) weight + bias` over the last dims."""
+
+    fwd_ln_sm_margin = _margin("forward", "fwd_ln_sm_margin")
+    bwd_ln_sm_margin = _margin("backward", "bwd_ln_sm_margin")
+    inf_ln_sm_margin = _margin("inference", "inf_ln_sm_margin")
 
 
 class RMSNorm(_Norm, ops.RMSNorm):
     """`y = x / sqrt(mean(x^2) + eps) weight` over the last dims."""
+
+    fwd_rmsnorm_sm_margin = _margin("forward", "fwd_rmsnorm_sm_margin")
+    bwd_rmsnorm_sm_margin = _margin("backward", "bwd_rmsnorm_sm_margin")
+    inf_rmsnorm_sm_margin = _margin("inference", "inf_rmsnorm_sm_margin")

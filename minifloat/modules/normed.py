@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ class Normed(nn.Module):
         if normalization == "LayerNorm":
             beta = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.register_parameter("layer_norm_bias", beta)
+
+    def reset_layer_norm_parameters(self) -> None:
+        """Deprecated: `reset_parameters` does this too."""
+        text = "reset_layer_norm_parameters is deprecated: reset_parameters does this too"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        self._reset_norm()
 
     def _reset_norm(self) -> None:
         """gamma is 1 (0 if it is zero-centred), beta 0."""

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from .context import OperationContext
 from .fusible import FusibleOperation
+from .results import results
 
 __all__ = ["BasicOperation"]
+
+COMPUTED = ("output", "tensors to save")
+GRADIENTS = ("gradient of the input", "gradients of the parameters")
+# Of an operation that is called by itself.
+NO_NEIGHBOURS = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
 
 class BasicOperation(FusibleOperation):
@@ -93,6 +99,15 @@ class BasicOperation(FusibleOperation):
         """
         return {}
 
+    def _begun(self, input_: Any, requires_grad: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """`kwargs` of a forward that no fuser calls, and what `begin` adds to them."""
+        device = input_.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        begun = self.begin(
+            requires_grad=requires_grad, input_requires_grad=requires_grad, autocast_dtype=dtype
+        )
+        return {**begun, **kwargs}
+
     def end(self, **kwargs: Any) -> None:
         """Called after the pipeline's forward, with what this operation's forward got."""
 
@@ -111,6 +126,10 @@ class BasicOperation(FusibleOperation):
         """How many tensors it quantizes in "forward" or "backward"."""
         return 0
 
+    def get_quantizer_roles(self, mode: str) -> list[Any] | None:
+        """What each quantizer of a mode is for; None: nothing says."""
+        return None
+
     def get_quantizer(self, mode: str, index: int) -> Any:
         """Quantizer `index` of a mode; None while nothing is quantized."""
         count = self.num_quantizers(mode)
@@ -123,6 +142,13 @@ class BasicOperation(FusibleOperation):
     def reset_recipe_state(self, *, recipe: Any) -> None:
         """Quantize by `recipe` from now on; None: not at all."""
 
+    def _save_fp8_metas(self) -> dict[str, Tensor] | None:
+        """Copies of delayed scaling's tensors, for `_load_fp8_metas`; None: it has none."""
+        return None
+
+    def _load_fp8_metas(self, metas: dict[str, Tensor] | None) -> None:
+        """Put back what `_save_fp8_metas` returned."""
+
     def get_input_quantizer(self) -> Any:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
 
@@ -133,20 +159,22 @@ class BasicOperation(FusibleOperation):
     def op_forward(self, ctx: OperationContext, input_: Any, *args: Any, **kwargs: Any) -> Any:
         """The output; `ctx` records what backward needs."""
         self._only_without_extras("op_forward")
-        if not self._use_split_forward:
-            raise NotImplementedError(
-                f"{type(self).__name__} defines no forward: define op_forward_compute and "
-                "op_forward_save_ctx"
-            )
+        # Whatever `_use_split_forward`: a legacy subclass of a split class gets here by super().
+        if not getattr(ctx, "_begun", False):
+            kwargs = self._begun(input_, ctx.requires_grad, {**NO_NEIGHBOURS, **kwargs})
         kwargs["requires_grad"] = ctx.requires_grad
-        output, saved = self.op_forward_compute(input_, **kwargs)
+        with torch.no_grad():  # op_backward differentiates it, not autograd
+            output, saved = self._computed(input_, kwargs)
         self.op_forward_save_ctx(ctx, input_, saved, **kwargs)
         return output
 
     def op_forward_compute(self, input_: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """(output, tensors to save)."""
         self._only_without_extras("op_forward_compute")
-        raise NotImplementedError(f"{type(self).__name__} does not define op_forward_compute")
+        raise NotImplementedError(
+            f"{type(self).__name__} defines no forward: define op_forward_compute and "
+            "op_forward_save_ctx"
+        )
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: Any, tensors_to_save: Any, *args: Any, **kwargs: Any
@@ -159,6 +187,11 @@ class BasicOperation(FusibleOperation):
         """(gradient of the input, gradients of the parameters)."""
         self._only_without_extras("op_backward")
         raise NotImplementedError(f"{type(self).__name__} does not define op_backward")
+
+    def _computed(self, input_: Any, kwargs: dict[str, Any]) -> Any:
+        """(output, tensors to save)."""
+        made = self.op_forward_compute(input_, **kwargs)
+        return results(made, "op_forward_compute", COMPUTED)
 
     def _only_without_extras(self, method: str) -> None:
         """`op_` methods have no place for extra inputs and outputs."""
@@ -173,16 +206,20 @@ class BasicOperation(FusibleOperation):
     def fuser_forward(
         self, basic_op_ctxs: list[Any], input_: Any, *args: Any, **fwd_kwargs: Any
     ) -> tuple[Any, Iterable[Iterable[Tensor | None]]]:
-        if self._use_split_forward:
-            return super().fuser_forward(basic_op_ctxs, input_, **fwd_kwargs)
-        self._only_without_extras("op_forward")
-        return self.op_forward(basic_op_ctxs[0], input_, **_alone(fwd_kwargs)), [()]
+        own = type(self).op_forward is not BasicOperation.op_forward
+        if own and not self._use_split_forward:
+            self._only_without_extras("op_forward")
+            return self.op_forward(basic_op_ctxs[0], input_, **_alone(fwd_kwargs)), [()]
+        if not getattr(basic_op_ctxs[0], "_begun", False):
+            given, trains = fwd_kwargs["basic_op_kwargs"][0], basic_op_ctxs[0].requires_grad
+            fwd_kwargs["basic_op_kwargs"] = [self._begun(input_, trains, given)]
+        return super().fuser_forward(basic_op_ctxs, input_, **fwd_kwargs)
 
     def fuser_forward_compute(
         self, input_: Any, *args: Any, **fwd_kwargs: Any
     ) -> tuple[Any, Iterable[Iterable[Tensor | None]], Any]:
         self._only_without_extras("op_forward_compute")
-        output, saved = self.op_forward_compute(input_, **_alone(fwd_kwargs))
+        output, saved = self._computed(input_, _alone(fwd_kwargs))
         return output, [()], saved
 
     def fuser_forward_save_ctx(
@@ -200,7 +237,8 @@ class BasicOperation(FusibleOperation):
         self, basic_op_ctxs: list[Any], grad_output: Any, *, basic_op_grad_extra_outputs: list[Any]
     ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
         self._only_without_extras("op_backward")
-        grad_input, grads = self.op_backward(basic_op_ctxs[0], grad_output)
+        made = self.op_backward(basic_op_ctxs[0], grad_output)
+        grad_input, grads = results(made, "op_backward", GRADIENTS)
         return grad_input, [grads], [()]
 
     def forward(self, input: Any, *extra_inputs: Any, **kwargs: Any) -> Any:  # noqa: A002

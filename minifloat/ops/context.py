@@ -21,6 +21,7 @@ class OperationContext:
     to_save: tuple[Any, ...] | None = None
     requires_grad: bool = True
     _save_range: tuple[int, int] | None = None
+    _begun: bool = False  # a fuser called the operation's `begin`
     # Backward gets a record of its own, whose attributes are forward's until it sets them: a graph
     # cannot change in backward what was made in forward.
     _forward: OperationContext | None = None
@@ -35,7 +36,7 @@ class OperationContext:
 
     def for_backward(self, saved: tuple[Any, ...]) -> OperationContext:
         """What backward gets: these tensors, and the attributes of this record."""
-        return OperationContext(saved, None, self.requires_grad, self._save_range, self)
+        return OperationContext(saved, None, self.requires_grad, self._save_range, True, self)
 
     def __getattr__(self, name: str) -> Any:
         # Dataclass fields are found without this, so there is no recursion beyond forward's record.

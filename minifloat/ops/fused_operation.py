@@ -27,6 +27,12 @@ class FusedOperation(FusibleOperation):
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__()
         self.basic_ops = nn.ModuleList(basic_ops)
+        for i, op in enumerate(self.basic_ops):
+            if not isinstance(op, BasicOperation):
+                raise TypeError(
+                    f"{type(self).__name__}: basic_ops: got {type(op).__name__} at {i}; each is a "
+                    "BasicOperation"
+                )
         if len(self.basic_ops) == 0:
             raise ValueError(
                 f"{type(self).__name__}: basic_ops: got none; an operation is made of at least one"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..autograd import run
 from ..recipe.autocast import STATE
@@ -100,11 +101,19 @@ class OperationFuser:
         """The output, or (it, extra outputs for the caller...)."""
         wiring = self._get_wiring()
         ops = self._basic_ops
+        if not isinstance(input, Tensor):
+            raise TypeError(
+                f"{position(ops, 0)}: input: got {type(input).__name__}; a tensor is needed"
+            )
         if len(extra_inputs) != wiring.inputs:
             raise ValueError(
                 f"OperationFuser: extra_inputs: got {len(extra_inputs)}, {wiring.inputs} are "
-                f"needed: {self._wants(wiring)}"
+                f"needed: {'; '.join(self._wants(wiring)) or 'no operation takes any'}"
             )
+        for k, t in enumerate(extra_inputs):
+            if t is None:
+                wanted = self._wants(wiring)[k]
+                raise TypeError(f"{wanted}: got None; a tensor is needed")
         if basic_op_kwargs is None:
             basic_op_kwargs = [{} for _ in ops]
         if len(basic_op_kwargs) != len(ops):
@@ -170,14 +179,14 @@ class OperationFuser:
             op.end(**kwargs)
         return made
 
-    def _wants(self, wiring: Wiring) -> str:
-        wanted = [
+    def _wants(self, wiring: Wiring) -> list[str]:
+        """Who takes the extra inputs of the caller."""
+        return [
             f"{position(self._basic_ops, i)}, extra input {slot}"
             for i, keys in enumerate(wiring.sources)
             for slot, key in enumerate(keys)
             if key[0] == CALLER
         ]
-        return "; ".join(wanted) or "no operation takes any"
 
     def _first_requiring_backward(
         self, start: int, stop: int, x: Any, extra: dict[Key, Any], wiring: Wiring
@@ -262,12 +271,17 @@ class OperationFuser:
         basic = _expanded(ops)
         for function in functions:
             made = function(list(ops), recipe=recipe)
+            if not isinstance(made, list | tuple):
+                raise TypeError(
+                    f"fusion {_name(function)}: returned {type(made).__name__}; a list of "
+                    "operations is needed"
+                )
             self._check(basic, _expanded(made), function, start)
             ops = made
         return ops
 
     def _check(self, ops: list[Any], made: list[Any], function: Any, start: int) -> None:
-        name = getattr(function, "__qualname__", None) or type(function).__name__
+        name = _name(function)
         for i, op in enumerate(ops):
             if i < len(made) and made[i] is op:
                 continue
@@ -282,6 +296,10 @@ class OperationFuser:
                 f"fusion {name}: added {type(made[len(ops)]).__name__} after the last of "
                 f"{len(ops)} operations; a fusion returns the same basic operations"
             )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
 
 
 def _distinct(tensors: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from .styles import settle
@@ -65,13 +66,10 @@ class FusibleOperation(nn.Module):
         self, basic_op_ctxs: list[Any], input_: Any, *args: Any, **fwd_kwargs: Any
     ) -> tuple[Any, Iterable[Iterable[Tensor | None]]]:
         """(output, the extra outputs of each basic operation)."""
-        if not self._use_split_forward:
-            raise NotImplementedError(
-                f"{type(self).__name__} defines no forward: define fuser_forward_compute and "
-                "fuser_forward_save_ctx"
-            )
+        # Whatever `_use_split_forward`: a legacy subclass of a split class gets here by super().
         fwd_kwargs["requires_grad"] = [ctx.requires_grad for ctx in basic_op_ctxs]
-        output, extra, saved = self.fuser_forward_compute(input_, **fwd_kwargs)
+        with torch.no_grad():  # fuser_backward differentiates it, not autograd
+            output, extra, saved = self.fuser_forward_compute(input_, **fwd_kwargs)
         self.fuser_forward_save_ctx(basic_op_ctxs, input_, saved, **fwd_kwargs)
         return output, extra
 
@@ -79,7 +77,10 @@ class FusibleOperation(nn.Module):
         self, input_: Any, *args: Any, **fwd_kwargs: Any
     ) -> tuple[Any, Iterable[Iterable[Tensor | None]], Any]:
         """(output, the extra outputs of each basic operation, tensors to save)."""
-        raise NotImplementedError(f"{type(self).__name__} does not define fuser_forward_compute")
+        raise NotImplementedError(
+            f"{type(self).__name__} defines no forward: define fuser_forward_compute and "
+            "fuser_forward_save_ctx"
+        )
 
     def fuser_forward_save_ctx(
         self,

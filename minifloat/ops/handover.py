@@ -48,6 +48,10 @@ class InputTaker(NamedTuple):
         row, col = core.input_operands(value, self.call, self.call.needs[1])
         return Handed(row, col, lead)
 
+    def __call__(self, x: Tensor) -> Handed:
+        """As quantizers are called."""
+        return self.quantize(x)
+
 
 class GradientTaker(NamedTuple):
     """Quantizes the gradient of the output of a call of the linear operation."""
@@ -58,6 +62,10 @@ class GradientTaker(NamedTuple):
         value = grad if isinstance(grad, Lazy) else matrix(grad)
         row, col, _ = core.cast_gradient(value, self.call)
         return core.Gradient(row, col, None, (value.shape[0], value.shape[1]))
+
+    def __call__(self, grad: Tensor) -> core.Gradient:
+        """As quantizers are called."""
+        return self.quantize(grad)
 
     def of_activation(
         self, h: Tensor, dy: Tensor, producer: Producer, *, shape: Any, dbias: bool

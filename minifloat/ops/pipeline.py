@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..tensors import prepare_for_saving, restore_from_saved
+from ..tensors import QuantizedTensorStorage, prepare_for_saving, restore_from_saved
 from .context import OperationContext
+from .handover import Handed
+from .results import each, results
 from .wiring import Key, Wiring, position
 
 __all__ = ["Call", "Pipeline"]
@@ -69,14 +72,17 @@ class Pipeline:
         extra = dict(zip(self.imports, tensors[1 : 1 + len(self.imports)], strict=True))
         contexts: dict[int, OperationContext] = {}
         for op, indices in self.forward_ops:
-            here = [OperationContext(requires_grad=call.requires_grad[i]) for i in indices]
+            here = [
+                OperationContext(requires_grad=call.requires_grad[i], _begun=True) for i in indices
+            ]
             x, made = self._run(op, indices, here, x, extra, call)
             self._keep(indices, made, extra)
             contexts.update(zip(indices, here, strict=True))
         saved: list[Any] = []
         objects: dict[int, Any] = {}
         for i, ctx in contexts.items():
-            flat, objects[i] = prepare_for_saving(*(ctx.to_save or ()))
+            kept = ctx.to_save or ()
+            flat, objects[i] = self._placed(self.ops[i], [i], prepare_for_saving, *kept)
             ctx.to_save = None
             ctx._save_range = (len(saved), len(saved) + len(flat))
             saved.extend(flat)
@@ -102,16 +108,14 @@ class Pipeline:
             "basic_op_kwargs": [call.kwargs[i] for i in indices],
         }
         if not op._use_split_forward:
-            x, made = self._placed(op, indices, op.fuser_forward, contexts, x, **kwargs)
-            return x, made
+            return self._placed(op, indices, _forward, op, contexts, x, kwargs)  # type: ignore[no-any-return]
         kwargs["requires_grad"] = [call.requires_grad[i] for i in indices]
-        y, made, saved = self._placed(op, indices, op.fuser_forward_compute, x, **kwargs)
+        y, made, saved = self._placed(op, indices, _compute, op, len(indices), x, kwargs)
         self._placed(op, indices, op.fuser_forward_save_ctx, contexts, x, saved, **kwargs)
         return y, made
 
     def _keep(self, indices: list[int], made: Any, extra: dict[Key, Any]) -> None:
         """Extra outputs, checked and put where consumers find them."""
-        made = [tuple(m) for m in made]
         counts = [len(m) for m in made]
         expected = [self.ops[i].num_extra_outputs for i in indices]
         if counts != expected:
@@ -151,11 +155,15 @@ class Pipeline:
                 tuple([extra.get((i, slot)) for slot in range(self.ops[i].num_extra_outputs)])
                 for i in indices
             ]
-            g, params, inputs = self._placed(
-                op, indices, op.fuser_backward, here, g, basic_op_grad_extra_outputs=of_extra
-            )
+            g, params, inputs = self._placed(op, indices, _backward, op, here, g, of_extra)
             for i, found, sums in zip(indices, params, inputs, strict=True):
-                of_params[i] = self._checked(i, list(found))
+                of_params[i] = self._checked(i, found)
+                if len(sums) != len(self.wiring.sources[i]):
+                    raise RuntimeError(
+                        f"{position(self.ops, i)}: backward returned {len(sums)} gradients for "
+                        f"{len(self.wiring.sources[i])} extra inputs; one for each, None where "
+                        "there is none"
+                    )
                 for key, grad in zip(self.wiring.sources[i], sums, strict=True):
                     extra[key] = _sum(extra.get(key), grad)
         made: list[Any] = [g, *[extra.get(key) for key in self.imports]]
@@ -191,6 +199,41 @@ class Pipeline:
                 raise
             where = ", ".join([position(self.ops, i) for i in indices])
             raise type(error)(f"{where}: {error}") from error
+
+
+def _forward(op: Any, contexts: list[Any], x: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """(output, extra outputs) of a legacy operation."""
+    made = op.fuser_forward(contexts, x, **kwargs)
+    y, extra = results(made, "fuser_forward", ("output", "extra outputs"))
+    return _tensor(y, "fuser_forward"), each(extra, "fuser_forward", "extra outputs", len(contexts))
+
+
+def _compute(op: Any, count: int, x: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(output, extra outputs, tensors to save) of a split one."""
+    made = op.fuser_forward_compute(x, **kwargs)
+    names = ("output", "extra outputs", "tensors to save")
+    y, extra, saved = results(made, "fuser_forward_compute", names)
+    extra = each(extra, "fuser_forward_compute", "extra outputs", count)
+    return _tensor(y, "fuser_forward_compute"), extra, saved
+
+
+def _backward(op: Any, contexts: list[Any], g: Any, of_extra: list[Any]) -> tuple[Any, Any, Any]:
+    """(gradient of the input, of the parameters, of the extra inputs)."""
+    made = op.fuser_backward(contexts, g, basic_op_grad_extra_outputs=of_extra)
+    names = ("gradient of the input", "gradients of parameters", "gradients of extra inputs")
+    g, params, inputs = results(made, "fuser_backward", names)
+    count = len(contexts)
+    return (
+        g,
+        each(params, "fuser_backward", names[1], count),
+        each(inputs, "fuser_backward", names[2], count),
+    )
+
+
+def _tensor(y: Any, method: str) -> Any:
+    if isinstance(y, Tensor | QuantizedTensorStorage | Handed):
+        return y
+    raise TypeError(f"{method}: returned {type(y).__name__} as its output; a tensor is needed")
 
 
 def _fresh(t: Any, given: tuple[Any, ...], made: list[Any]) -> Any:

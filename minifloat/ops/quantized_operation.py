@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..module import Module
 from ..quantizers import Float8Quantizer
@@ -84,6 +85,25 @@ class QuantizedOperation(BasicOperation, Module):
             self._recipe = recipe
             self._quantizers = {}
 
-    # ------------------------------------------------------------------------------ end of a call
+    def _save_fp8_metas(self) -> dict[str, Tensor] | None:
+        if not self.delayed.used:
+            return None
+        return {name: buffer.clone() for name, buffer in self.delayed.named_buffers()}
+
+    def _load_fp8_metas(self, metas: dict[str, Tensor] | None) -> None:
+        if metas is None:
+            return
+        self.delayed.fit(metas["history_forward"].shape[0])
+        with torch.no_grad():
+            for name, buffer in self.delayed.named_buffers():
+                buffer.copy_(metas[name])
+
+    # ------------------------------------------------------------------- start and end of a call
+    def _given(self, input_: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """`kwargs` of one half of forward, which somebody may call by itself."""
+        if "begun" in kwargs:
+            return kwargs
+        return self._begun(input_, kwargs.get("requires_grad", True), kwargs)
+
     def end(self, **kwargs: Any) -> None:
         self._end(kwargs["begun"])

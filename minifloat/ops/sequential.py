@@ -36,6 +36,18 @@ class Sequential(nn.Module):
         if "_module_groups" in self.__dict__:
             self._regroup()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A module may be set by its name, as tools that wrap layers do."""
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_modules", ()) and "_module_groups" in self.__dict__:
+            self._regroup()
+
+    def __delattr__(self, name: str) -> None:
+        held = name in self._modules
+        super().__delattr__(name)
+        if held:
+            self._regroup()
+
     def _regroup(self) -> None:
         groups: list[Any] = []
         for module in self._modules.values():
@@ -51,6 +63,8 @@ class Sequential(nn.Module):
 
     # --------------------------------------------------------------------------------------- list
     def _key(self, index: int) -> str:
+        if not isinstance(index, int):
+            raise TypeError(f"Sequential: index: got {index!r}; an int or a slice is needed")
         n = len(self._modules)
         if not -n <= index < n:
             raise IndexError(f"Sequential: index {index} is out of range; it has {n} modules")
@@ -67,7 +81,13 @@ class Sequential(nn.Module):
             return type(self)(*list(self)[index])
         return self._modules[self._key(index)]
 
-    def __setitem__(self, index: int, module: nn.Module) -> None:
+    def __setitem__(self, index: int | slice, module: Any) -> None:
+        if isinstance(index, slice):
+            modules = list(self)
+            modules[index] = module
+            self._replace(modules)
+            return
+        _check(module)
         self._modules[self._key(index)] = module
         self._regroup()
 
@@ -89,7 +109,7 @@ class Sequential(nn.Module):
         self._replace(modules)
         return self
 
-    def pop(self, index: int | slice) -> Any:
+    def pop(self, index: int | slice = -1) -> Any:
         found = self[index]
         del self[index]
         return found
@@ -102,6 +122,8 @@ class Sequential(nn.Module):
 
     def _replace(self, modules: list[Any]) -> None:
         """These modules, named by position from the first that changed place on."""
+        for module in modules:
+            _check(module)
         names = list(self._modules)
         same = 0
         for old, new in zip(self._modules.values(), modules, strict=False):
@@ -158,6 +180,13 @@ class Sequential(nn.Module):
                 )
             made.append((op, kwargs))
         return made
+
+
+def _check(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"Sequential: got {type(module).__name__}; an operation or another nn.Module is needed"
+        )
 
 
 def _run(groups: list[Any], x: Any, extra: tuple[Any, ...], given: Any) -> tuple[Any, ...]:

@@ -94,6 +94,20 @@ def test_sizes_and_initial_values(kind: str) -> None:
         assert tuple(gated.fc2_weight.shape) == (16, 24)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_parameters_are_reset_by_themselves(kind: str) -> None:
+    layer = getattr(minifloat, kind)(16, 32, zero_centered_gamma=True, device="cpu")
+    weights = [p.clone() for n, p in layer.named_parameters() if n.endswith("weight")][1:]
+    with torch.no_grad():
+        layer.layer_norm_weight.fill_(3.0)
+        layer.layer_norm_bias.fill_(3.0)
+    with pytest.warns(DeprecationWarning, match="reset_parameters does this too"):
+        layer.reset_layer_norm_parameters()
+    assert not layer.layer_norm_weight.any() and not layer.layer_norm_bias.any()
+    now = [p for n, p in layer.named_parameters() if n.endswith("weight")][1:]
+    assert all(torch.equal(a, b) for a, b in zip(weights, now, strict=True))
+
+
 def test_each_weight_has_its_init_method() -> None:
     ones, twos = nn.init.ones_, lambda w: nn.init.constant_(w, 2.0)
     made = layer("LayerNormMLP", init_method=ones, output_layer_init_method=twos)

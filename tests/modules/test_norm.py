@@ -83,3 +83,20 @@ def test_meta_parameters_are_made_real() -> None:
     assert norm.weight.is_meta
     norm.reset_parameters()
     assert torch.equal(norm.weight.cpu(), torch.ones(8))
+
+
+@pytest.mark.parametrize(("kind", "of"), [("LayerNorm", "ln"), ("RMSNorm", "rmsnorm")])
+def test_margins_of_kernels_are_kept(kind: str, of: str) -> None:
+    cls = getattr(minifloat, kind)
+    layer = cls(8, sm_margin={"forward": 1, "backward": 2, "inference": 3}, device="cpu")
+    for phase, expected in (("fwd", 1), ("bwd", 2), ("inf", 3)):
+        name = f"{phase}_{of}_sm_margin"
+        with pytest.warns(DeprecationWarning, match=name):
+            assert getattr(layer, name) == expected
+        with pytest.warns(DeprecationWarning, match=name):
+            setattr(layer, name, 7)
+    assert layer._sm_margins == dict.fromkeys(("forward", "backward", "inference"), 7)
+    assert cls(8, sm_margin=4, device="cpu")._sm_margins["backward"] == 4
+    for wrong in ("a", {"forward": 1}, None):
+        with pytest.raises(ValueError, match=f"{kind}: sm_margin: got"):
+            cls(8, sm_margin=wrong, device="cpu")

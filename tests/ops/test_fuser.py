@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import minifloat
 from minifloat import ops
 from minifloat.ops import OperationFuser
 
@@ -210,6 +211,13 @@ def test_a_fusion_that_loses_operations(fusion: Any, message: str) -> None:
         ops.Sequential(ops.GELU(), ops.ConstantScale(2.0))(torch.ones(2))
 
 
+@pytest.mark.usefixtures("restored")
+def test_a_fusion_that_returns_nothing() -> None:
+    ops.register_forward_fusion(lambda ops_, *, recipe: None)
+    with pytest.raises(TypeError, match="fusion .*lambda.*: returned NoneType; a list of"):
+        ops.GELU()(torch.ones(2))
+
+
 def test_registration_takes_functions() -> None:
     with pytest.raises(TypeError, match="func: got 3"):
         ops.register_forward_fusion(3)  # type: ignore[arg-type]
@@ -248,6 +256,74 @@ def test_wrong_numbers_of_results() -> None:
         Makes()(torch.ones(2))
 
 
+HALVES = {
+    "op_forward_compute": lambda self, input_, **kwargs: (input_ * 1, ()),
+    "op_forward_save_ctx": lambda self, ctx, input_, tensors_to_save, **kwargs: None,
+    "op_backward": lambda self, ctx, grad_output: (grad_output, ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        (
+            "op_forward_compute",
+            lambda self, input_, **kwargs: input_ * 1,
+            r"op_forward_compute: returned Tensor; \(output, tensors to save\) is needed",
+        ),
+        (
+            "op_forward_compute",
+            lambda self, input_, **kwargs: (3, ()),
+            "returned int as its output; a tensor is needed",
+        ),
+        (
+            "op_forward_save_ctx",
+            lambda self, ctx, input_, tensors_to_save, **kwargs: ctx.save_for_backward(3),
+            "tensors: got int; a Tensor",
+        ),
+        (
+            "op_backward",
+            lambda self, ctx, grad_output: grad_output,
+            r"op_backward: returned Tensor; \(gradient of the input, ",
+        ),
+        (
+            "op_backward",
+            lambda self, ctx, grad_output: (grad_output, None),
+            r"gradients of parameters: got \[NoneType\]; a tuple for each of its 1 basic",
+        ),
+        (
+            "fuser_backward",
+            lambda self, ctxs, grad_output, **kwargs: grad_output,
+            r"fuser_backward: returned Tensor; \(gradient of the input, ",
+        ),
+    ],
+)
+def test_wrong_results_of_a_users_operation(name: str, method: Any, message: str) -> None:
+    """A tensor of two or three rows would unpack, and go on as something else."""
+    op = type("User", (ops.BasicOperation,), {**HALVES, name: method})()
+    x = torch.randn(3 if "fuser" in name else 2, 4, requires_grad=True)
+    with pytest.raises(TypeError, match=rf"User \(op 1 of 2\): .*{message}"):
+        ops.Sequential(ops.Identity(), op)(x).sum().backward()
+
+
+def test_wrong_results_of_a_users_operation_with_extras() -> None:
+    class Add(ops.AddExtraInput):
+        def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
+            return grad_output, [()], [()]
+
+    x = torch.randn(2, 4, requires_grad=True)
+    message = r"Add \(op 0 of 1\): backward returned 0 gradients for 1 extra inputs"
+    with pytest.raises(RuntimeError, match=message):
+        Add()(x, x.detach().requires_grad_()).sum().backward()
+
+    class Make(ops.MakeExtraOutput):
+        def fuser_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+            return input_
+
+    with pytest.raises(TypeError, match=r"Make \(op 0 of 1\): fuser_forward_compute: returned Ten"):
+        Make()(torch.randn(3, 4))
+
+
 def test_backward_twice_with_a_retained_graph() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     y = residual()(x)
@@ -271,3 +347,17 @@ def test_in_place_leaves_channels_alone() -> None:
     (2 * z + torch.nn.functional.gelu(2 * z, approximate="tanh")).backward(grad)
     torch.testing.assert_close(x.grad, z.grad)
     assert torch.equal(given, grad)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: ops.Sequential(ops.RMSNorm(8), ops.Linear(8, 8), ops.GELU()),
+        lambda: minifloat.LayerNormLinear(8, 8, device="cpu"),
+    ],
+)
+def test_a_second_derivative_is_refused(layer: Any) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad((layer()(x) ** 2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (grad**2).sum().backward()

@@ -18,7 +18,7 @@ from minifloat import recipe as recipes
 from minifloat.ops import OperationFuser
 from minifloat.ops.fused.rows import BACKWARD, BOTH, FORWARD
 
-from .cases import RECIPES, mlp, step
+from .cases import RECIPES, assert_same, mlp, step
 
 BF16 = torch.bfloat16
 
@@ -408,23 +408,35 @@ def test_fusing_follows_the_recipe() -> None:
     assert found[0] == found[2] != found[1]
 
 
-def test_a_users_operation_may_hand_over() -> None:
-    """`next_op_input_quantizer` quantizes for the next operation, whatever stands before it."""
+@pytest.mark.parametrize("way", ["quantize", "__call__"])
+def test_a_users_operation_may_hand_over(way: str) -> None:
+    """`next_op_input_quantizer` quantizes for the next operation, whatever stands before it, and
+    `prev_op_grad_output_quantizer` for the previous one."""
+
+    def handed(y: Tensor, quantizer: Any) -> Any:
+        return y if quantizer is None else getattr(quantizer, way)(y)
 
     class Doubles(ops.Identity):
         def op_forward_compute(
             self, input_: Any, *, next_op_input_quantizer: Any, **kwargs: Any
         ) -> tuple[Any, Any]:
-            y = input_ * 2
-            return y if next_op_input_quantizer is None else next_op_input_quantizer.quantize(y), ()
+            return handed(input_ * 2, next_op_input_quantizer), ()
+
+        def op_forward_save_ctx(
+            self, ctx: Any, input_: Any, tensors_to_save: Any, **kwargs: Any
+        ) -> None:
+            ctx.quantizer = kwargs["prev_op_grad_output_quantizer"]
 
         def op_backward(self, ctx: Any, grad_output: Any) -> Any:
-            return grad_output * 2, ()
+            return handed(grad_output * 2, ctx.quantizer), ()
 
     torch.manual_seed(0)
-    model = ops.Sequential(Doubles(), linear(bias=False))
+    first, last = linear(bias=False), linear(bias=False)
+    model = ops.Sequential(first, Doubles(), last)
+    plain = ops.Sequential(first, ops.ConstantScale(2.0), last)
     x: Tensor = torch.randn(4, 8, 32, dtype=BF16)
     for recipe in (None, *RECIPES.values()):
         with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
-            expected = model[1](x * 2)
-            assert torch.equal(model(x), expected)
+            assert torch.equal(model(x), plain(x))
+    for name in ("current", "block", "mxfp8"):
+        assert_same(step(plain, plain, x, RECIPES[name]), step(model, model, x, RECIPES[name]))

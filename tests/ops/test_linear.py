@@ -148,3 +148,21 @@ def test_quantized_inputs_are_read_as_their_values() -> None:
     assert torch.equal(op(quantized), op(quantized.dequantize()))
     y = results(op(x), [x], op.parameters())[0]
     assert y.shape == (32, 32)
+
+
+def test_delayed_state_is_saved_and_put_back() -> None:
+    op, x = ops.BasicLinear(32, 32, device="cpu"), torch.randn(32, 32)
+    assert op._save_fp8_metas() is None and ops.GELU()._save_fp8_metas() is None
+    assert ops.GELU().get_quantizer_roles("forward") is None
+    with minifloat.autocast(recipe=recipes.DelayedScaling(amax_history_len=4)):
+        op(x)
+    metas = op._save_fp8_metas()
+    assert metas is not None
+    with minifloat.autocast(recipe=recipes.DelayedScaling(amax_history_len=8)):
+        op(x * 100)
+    changed = op._save_fp8_metas()
+    assert changed is not None and not torch.equal(changed["scale_input"], metas["scale_input"])
+    op._load_fp8_metas(metas)
+    again = op._save_fp8_metas()
+    assert again is not None and all(torch.equal(again[k], metas[k]) for k in metas)
+    op._load_fp8_metas(None)

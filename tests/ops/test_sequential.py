@@ -105,3 +105,51 @@ def test_parameters_of_a_container_are_set_where_they_live() -> None:
     ]
     with pytest.raises(AttributeError, match="pass bias=True"):
         ops.Linear(4, 6, bias=False).bias = nn.Parameter(torch.zeros(6))
+
+
+def test_modules_set_by_name_run() -> None:
+    """As tools do that wrap layers: `setattr(parent, name, wrapped)`."""
+    x = torch.ones(2)
+    model = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+    setattr(model, "0", ops.ConstantScale(5.0))
+    assert torch.equal(model(x), x * 15)
+    setattr(model, "1", nn.Identity())
+    assert torch.equal(model(x), x * 5)
+    delattr(model, "1")
+    assert torch.equal(model(x), x * 5) and len(model) == 1
+
+
+def test_slices_are_replaced() -> None:
+    a, b, c, d = (ops.ConstantScale(float(i)) for i in range(1, 5))
+    model = ops.Sequential(a, b, c)
+    model[1:] = [d]
+    assert list(model) == [a, d] and model.pop() is d and list(model) == [a]
+
+
+def test_only_modules_are_taken() -> None:
+    model = ops.Sequential(ops.GELU())
+    for change in (
+        lambda: model.append(3),  # type: ignore[arg-type]
+        lambda: model.insert(0, "a"),  # type: ignore[arg-type]
+        lambda: model.__setitem__(0, 3),
+        lambda: model.__setitem__(slice(0, 1), [3]),
+    ):
+        with pytest.raises(TypeError, match="Sequential: got .*; an operation or another nn.Mod"):
+            change()
+    assert len(model) == 1 and model(torch.ones(2, 2)).shape == (2, 2)
+    with pytest.raises(TypeError, match="index: got 1.0; an int or a slice"):
+        model[1.0]  # type: ignore[index]
+
+
+def test_what_is_no_tensor_is_refused_by_position() -> None:
+    x = torch.ones(2, 8)
+    with pytest.raises(TypeError, match=r"GELU \(op 0 of 1\): input: got list"):
+        ops.GELU()([1.0])
+    inner = ops.Sequential(ops.MakeExtraOutput(), ops.Bias(8))
+    with pytest.raises(TypeError, match=r"ReLU \(op 0 of 1\): input: got tuple"):
+        ops.Sequential(inner, nn.Identity(), ops.ReLU())(x)
+    match = r"AddExtraInput \(op 1 of 2\), extra input 0: got None"
+    with pytest.raises(TypeError, match=match):
+        ops.Sequential(ops.GELU(), ops.AddExtraInput())(x, None)
+    with pytest.raises(TypeError, match="FusedOperation: basic_ops: got Linear at 0"):
+        ops.FusedOperation([nn.Linear(2, 2)])  # type: ignore[list-item]

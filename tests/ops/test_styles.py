@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import minifloat
 from minifloat import ops
 from minifloat.ops import BasicOperation, FusedOperation, OperationContext
+from minifloat.ops.basic.values import plain
+
+from .cases import CASES, RECIPES, Case, inputs, made
 
 PAIRS = {
     "op": ("op_forward_compute", "op_forward_save_ctx"),
@@ -169,8 +173,6 @@ def test_operations_that_define_nothing_say_so() -> None:
 
 
 def test_quantized_storages_can_be_saved() -> None:
-    import minifloat
-
     quantizer = minifloat.MXFP8Quantizer(minifloat.DType.kFloat8E4M3)
     quantizer.internal = True
 
@@ -197,3 +199,81 @@ def test_quantized_storages_can_be_saved() -> None:
         y.sum().backward()
     Keeps()(x).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+NO_NEIGHBOURS: dict[str, Any] = dict.fromkeys(
+    ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+)
+
+
+ALONE = [c for c in CASES if not c.extra and c.name not in ("Linear", "MakeExtraOutput")]
+
+
+@pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
+@pytest.mark.parametrize("given", [NO_NEIGHBOURS, {}], ids=["neighbours", "bare"])
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_every_operation_can_be_called_by_hand(
+    case: Case, given: dict[str, Any], recipe: str | None
+) -> None:
+    """`op_forward`, `fuser_forward` and the two halves, without a fuser: the fuser's results."""
+    op = made(case)
+    (x,) = inputs(case)
+    found = None if recipe is None else RECIPES[recipe]
+    with minifloat.autocast(enabled=found is not None, recipe=found):
+        expected = plain(op(x))
+        grads = torch.autograd.grad(expected.sum(), (x, *op.parameters()))
+        x = x.detach()
+        ctxs = [OperationContext() for _ in range(3)]
+        outputs = [op.op_forward(ctxs[0], x, **given)]
+        fuser: dict[str, Any] = {"basic_op_extra_inputs": [()], "basic_op_kwargs": [{}]}
+        outputs.append(op.fuser_forward([ctxs[1]], x, **fuser, **NO_NEIGHBOURS)[0])
+        with torch.no_grad():
+            y, saved = op.op_forward_compute(x, **given)
+        op.op_forward_save_ctx(ctxs[2], x, saved, **given)
+        outputs.append(y)
+        for output, ctx in zip(outputs, ctxs, strict=True):
+            assert torch.equal(plain(output), expected)
+            ctx.saved_tensors = ctx.to_save
+            dx, of_params = op.op_backward(ctx, torch.ones_like(expected))
+            for a, b in zip((plain(dx), *of_params), grads, strict=True):
+                assert torch.equal(a, b)
+
+
+class LegacyGELU(ops.GELU):
+    def op_forward(self, ctx: OperationContext, input_: Any, **kwargs: Any) -> Any:
+        return 2 * super().op_forward(ctx, input_, **kwargs)
+
+
+class LegacyFuserGELU(ops.GELU):
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **kwargs: Any) -> Any:
+        y, extra = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+        return 2 * y, extra
+
+
+class LegacyAdd(ops.AddExtraInput):
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **kwargs: Any) -> Any:
+        y, extra = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+        return 2 * y, extra
+
+
+class LegacyLinear(ops.BasicLinear):
+    def op_forward(self, ctx: OperationContext, input_: Any, **kwargs: Any) -> Any:
+        return 2 * super().op_forward(ctx, input_, **kwargs)
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_a_legacy_subclass_reaches_its_split_parent(recipe: str | None) -> None:
+    x = torch.randn(32, 32)
+    linear = LegacyLinear(32, 32, device="cpu")
+    plain_linear = ops.BasicLinear(32, 32, device="cpu")
+    plain_linear.weight = linear.weight
+    found = None if recipe is None else RECIPES[recipe]
+    with minifloat.autocast(enabled=found is not None, recipe=found):
+        for op, parent, extra in (
+            (LegacyGELU(), ops.GELU(), ()),
+            (LegacyFuserGELU(), ops.GELU(), ()),
+            (LegacyAdd(), ops.AddExtraInput(), (x,)),
+            (linear, plain_linear, ()),
+        ):
+            assert not op._use_split_forward
+            assert torch.equal(op(x, *extra), 2 * parent(x, *extra)), type(op)

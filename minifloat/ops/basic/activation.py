@@ -65,13 +65,13 @@ class ActivationOperation(BasicOperation):
 
     # ------------------------------------------------------------------------------------ forward
     def op_forward_compute(
-        self, input_: Any, *, requires_grad: bool, **kwargs: Any
+        self, input_: Any, *, requires_grad: bool = True, **kwargs: Any
     ) -> tuple[Any, Any]:
         y, saved = self.produce(input_, requires_grad=requires_grad, **kwargs)
         return y.value().reshape(*input_.shape[:-1], y.shape[1]), saved
 
     def produce(
-        self, input_: Any, *, requires_grad: bool, dtype: torch.dtype | None, **kwargs: Any
+        self, input_: Any, *, requires_grad: bool, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> tuple[Lazy, Any]:
         """(the result as a matrix to be made, tensors to save)."""
         x = plain(input_)
@@ -96,8 +96,8 @@ class ActivationOperation(BasicOperation):
         input_: Any,
         tensors_to_save: Any,
         *,
-        prev_op_grad_output_quantizer: Any,
-        dtype: torch.dtype | None,
+        prev_op_grad_output_quantizer: Any = None,
+        dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
         ctx.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer

@@ -63,7 +63,7 @@ class Bias(BasicOperation):
         self, ctx: OperationContext, input_: Any, tensors_to_save: Any, **kwargs: Any
     ) -> None:
         # For a fused backward, which quantizes the gradient of what comes before.
-        ctx.prev_op_grad_output_quantizer = kwargs["prev_op_grad_output_quantizer"]
+        ctx.prev_op_grad_output_quantizer = kwargs.get("prev_op_grad_output_quantizer")
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, Iterable[Any]]:
         if not self.bias.requires_grad:

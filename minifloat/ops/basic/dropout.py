@@ -38,7 +38,7 @@ class Dropout(BasicOperation):
         return BITS if sixteen and x.dim() > 0 and x.shape[-1] % 16 == 0 else MASK
 
     def op_forward_compute(
-        self, input_: Any, *, requires_grad: bool, **kwargs: Any
+        self, input_: Any, *, requires_grad: bool = True, **kwargs: Any
     ) -> tuple[Any, Any]:
         how = self._how(input_)
         if how == IDENTITY:

@@ -189,12 +189,12 @@ class BasicLinear(QuantizedOperation):
 
     # ------------------------------------------------------------------------------------- a call
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return self.multiply(input_, None, kwargs["call"])
+        return self.multiply(input_, None, self._given(input_, kwargs)["call"])
 
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: Any, tensors_to_save: Any, **kwargs: Any
     ) -> None:
-        ctx.call = kwargs["call"]
+        ctx.call = self._given(input_, kwargs)["call"]
         ctx.lead = input_.lead if isinstance(input_, Handed) else tuple(input_.shape[:-1])
         ctx.save_for_backward(*tensors_to_save)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -17,12 +18,15 @@ from .values import folded, matrix, plain
 
 __all__ = ["L2Normalization", "LayerNorm", "NormOperation", "RMSNorm"]
 
+PHASES = ("forward", "backward", "inference")
+
 
 class NormOperation(BasicOperation):
     """Over the last dims, of shape `normalized_shape`, times `weight`, plus `bias` if it has one.
 
-    With `zero_centered_gamma` the factor is `1 + weight`. `sm_margin` is for kernels that we do not
-    have, and changes nothing.
+    With `zero_centered_gamma` the factor is `1 + weight`. `sm_margin`, a number or one for each of
+    "forward", "backward" and "inference", is for kernels that we do not have: it is kept, and
+    changes nothing.
     """
 
     rms: ClassVar[bool]
@@ -38,8 +42,10 @@ class NormOperation(BasicOperation):
         sm_margin: int | dict[str, int] = 0,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-        self._shape = tuple(shape)
+        shape: Any = normalized_shape
+        shape = shape if isinstance(shape, Iterable) else (shape,)
+        self._shape = tuple([operator.index(n) for n in shape])
+        self._sm_margins = _margins(sm_margin, type(self).__name__)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         device = default_device(device)
@@ -68,12 +74,15 @@ class NormOperation(BasicOperation):
     ) -> dict[str, Any]:
         if self.weight.is_meta:
             self.reset_parameters()
-        needs = (
+        return {"needs": self._needs(requires_grad, input_requires_grad), "dtype": autocast_dtype}
+
+    def _needs(self, requires_grad: bool, input_requires_grad: bool) -> tuple[bool, bool, bool]:
+        """Which of the input, the weight and the bias want a gradient."""
+        return (
             requires_grad and input_requires_grad,
             requires_grad and self.weight.requires_grad,
             requires_grad and not self.rms and self.bias.requires_grad,
         )
-        return {"needs": needs, "dtype": autocast_dtype}
 
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
         y, saved = self.produce(input_, **kwargs)
@@ -83,8 +92,9 @@ class NormOperation(BasicOperation):
         self,
         input_: Any,
         *,
-        needs: tuple[bool, bool, bool],
-        dtype: torch.dtype | None,
+        requires_grad: bool = True,
+        needs: tuple[bool, bool, bool] | None = None,
+        dtype: torch.dtype | None = None,
         lazy: bool = False,
         amax: bool = False,
         **kwargs: Any,
@@ -98,6 +108,7 @@ class NormOperation(BasicOperation):
             raise ValueError(
                 f"input: got shape {tuple(x.shape)}; its last dims must be {self._shape}"
             )
+        needs = self._needs(requires_grad, requires_grad) if needs is None else needs
         gamma = self.weight.reshape(-1)
         beta = None if self.rms else self.bias.reshape(-1)
         call = self._call(x, needs, dtype)._replace(lazy=lazy, amax=amax)
@@ -115,10 +126,12 @@ class NormOperation(BasicOperation):
         input_: Any,
         tensors_to_save: Any,
         *,
-        needs: tuple[bool, bool, bool],
-        dtype: torch.dtype | None,
+        requires_grad: bool = True,
+        needs: tuple[bool, bool, bool] | None = None,
+        dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
+        needs = self._needs(requires_grad, requires_grad) if needs is None else needs
         ctx.call = self._call(input_, needs, dtype)
         ctx.shape = input_.shape
         ctx.save_for_backward(*tensors_to_save)
@@ -153,6 +166,17 @@ class NormOperation(BasicOperation):
         return f"{self._shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
+def _margins(given: int | dict[str, int], where: str) -> dict[str, int]:
+    """`sm_margin` for each phase."""
+    made = dict.fromkeys(PHASES, given) if isinstance(given, int) else given
+    if not isinstance(made, dict) or set(made) != set(PHASES):
+        raise ValueError(
+            f"{where}: sm_margin: got {given!r}; an int, or a dict with an int for each of "
+            f"{', '.join(PHASES)}"
+        )
+    return dict(made)
+
+
 class LayerNorm(NormOperation):
     """`y = (x - mean) / sqrt(var + eps) weight + bias`."""
 
@@ -180,7 +204,7 @@ class L2Normalization(BasicOperation):
         self.eps = eps
 
     def op_forward_compute(
-        self, input_: Any, *, requires_grad: bool, **kwargs: Any
+        self, input_: Any, *, requires_grad: bool = True, **kwargs: Any
     ) -> tuple[Any, Any]:
         x: Tensor = matrix(input_)
         y, rstd = norms.l2_norm(x, self.eps)

@@ -62,13 +62,14 @@ class Quantize(QuantizedOperation):
         return self._quantize_backward and _quantizes(plan.dx_row) and not plan.override
 
     def op_forward_compute(
-        self, input_: Any, *, next_op_input_quantizer: Any, begun: Any, **kwargs: Any
+        self, input_: Any, *, next_op_input_quantizer: Any = None, **kwargs: Any
     ) -> tuple[Any, Any]:
         if not self._quantize_forward or _is_quantized(input_):
             return input_, ()
         if next_op_input_quantizer is not None:
             return next_op_input_quantizer.quantize(input_), ()
-        return _quantized(input_, self.delayed, begun.plan, "output"), ()
+        plan = self._given(input_, kwargs)["begun"].plan
+        return _quantized(input_, self.delayed, plan, "output"), ()
 
     def op_forward_save_ctx(
         self,
@@ -76,11 +77,11 @@ class Quantize(QuantizedOperation):
         input_: Any,
         tensors_to_save: Any,
         *,
-        prev_op_grad_output_quantizer: Any,
-        begun: Any,
+        prev_op_grad_output_quantizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        ctx.taker = self._grad_taker(prev_op_grad_output_quantizer, begun=begun)
+        given = self._given(input_, kwargs)
+        ctx.taker = self._grad_taker(prev_op_grad_output_quantizer, **given)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, Iterable[Any]]:
         if ctx.taker is None or _is_quantized(grad_output):
@@ -99,6 +100,10 @@ class GradientQuantizer(NamedTuple):
 
     def quantize(self, grad: Any) -> Any:
         return _quantized(grad, self.state, self.plan, "grad_input")
+
+    def __call__(self, grad: Any) -> Any:
+        """As quantizers are called."""
+        return self.quantize(grad)
 
     def of_activation(
         self, h: Tensor, dy: Tensor, producer: Producer, *, shape: Any, dbias: bool

@@ -48,7 +48,7 @@ class ScaledActivationOperation(BasicOperation):
     def fuser_forward_compute(
         self, input_: Any, **fwd_kwargs: Any
     ) -> tuple[Any, Iterable[Iterable[Any]], Any]:
-        x, dtype = plain(input_), fwd_kwargs["basic_op_kwargs"][0]["dtype"]
+        x, dtype = plain(input_), fwd_kwargs["basic_op_kwargs"][0].get("dtype")
         scales = fwd_kwargs["basic_op_extra_inputs"][0][0]
         rows = x.shape[:-1]
         if scales.numel() != rows.numel():

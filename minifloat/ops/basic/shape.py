@@ -30,9 +30,9 @@ class Identity(BasicOperation):
 class Reshape(BasicOperation):
     """`y = x.reshape(shape)`."""
 
-    def __init__(self, shape: Iterable[int]) -> None:
+    def __init__(self, shape: int | Iterable[int]) -> None:
         super().__init__()
-        self._shape = tuple(shape)
+        self._shape = (shape,) if isinstance(shape, int) else tuple(shape)
 
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
         return plain(input_).reshape(self._shape), ()
