@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import library, ragged
+from . import library, ragged, rates
 from .core import grouped
-from .module import Module
+from .module import HIGH_PLAN, Module
 from .parameters import default_device, initialise, keep_values, main_grad, quantized_parameter
+from .recipe.autocast import STATE
 from .recipe.base import Recipe
-from .recipe.plan import Plan
+from .recipe.plan import Plan, products
 from .tensors import GroupedTensorStorage, QuantizedTensorStorage, as_parameter
 
 __all__ = ["QUANTIZED", "Apart", "Experts", "Later", "Splits", "as_operands", "together", "watched"]
@@ -276,6 +277,29 @@ class Experts(Module):
                 f"requires_grad={buffer.requires_grad}; {like.dtype} of shape {tuple(like.shape)}, "
                 "without a gradient, is needed"
             )
+
+    def wgrad_choice(self, recipe: Recipe | None = None) -> rates.Choice:
+        """Whether the weights' gradient by `recipe`, or by the one in force, multiplies codes or
+        the bf16 values that hold them exactly, and why: a question of formats, features and
+        device, and of no splits."""
+        if recipe is None:
+            recipe = self.recipe if STATE.depth == 0 else STATE.recipe
+        plan = HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
+        weight = self._weights()[0]
+        into = getattr(weight, "main_grad", None) if self._fuses_wgrad() else None
+        return rates.choose(
+            *products(plan)[2],
+            self.out_features,
+            self.in_features,
+            weight.device,
+            out_dtype=weight.dtype if into is None else into.dtype,
+            into=into is not None and self.single_grouped_weight,
+            fast=plan.fast[2],
+        )
+
+    def _fuses_wgrad(self) -> bool:
+        """Whether the weights' gradient goes to `main_grad`."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------------------- later wgrad
     def need_backward_dw(self) -> bool:

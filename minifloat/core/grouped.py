@@ -31,7 +31,7 @@ from .group_probe import probed_group
 from .linear import DGRAD, FPROP, NONE, Call, Parts, Workspace, finish, product, stored
 from .probe import G_COL, G_ROW, W_COL, W_ROW, X_COL, X_ROW, dense, precise
 
-__all__ = ["GroupedLinear", "quantized_weights", "weight_operands", "wgrad"]
+__all__ = ["GroupedLinear", "kept_input", "quantized_weights", "weight_operands", "wgrad"]
 
 _QUANTIZED = (GroupedTensorStorage, QuantizedTensorStorage)
 
@@ -188,6 +188,19 @@ def _input_col(kept: list[Any], group: Members, call: Call, m: int) -> Grouped:
     if call.probe is not None:
         made = probed_group(X_COL, made, data, group.sizes, group.num, call)
     return made
+
+
+def kept_input(x: Tensor, sizes: Tensor, scale: Tensor | None, call: Call) -> Parts:
+    """What forward keeps of its input for backward, from an `x` that was made again: the column
+    copy, by `scale` where scaling is delayed; with an override, the input itself."""
+    x = x.to(call.dtype)
+    if call.plan.override:
+        return x, None, None
+    live = None if scale is None else (scale, None)
+    group = spread.members(sizes, x.shape[0])
+    col = _cast(x, group, None, call.plan.x_col, live, call.seed)[1]
+    assert col is not None
+    return col[:3]
 
 
 def _gradient(grad: Tensor, group: Members, call: Call) -> tuple[Grouped | None, Grouped | None]:

@@ -233,6 +233,9 @@ class GroupedLinear(Experts, Projection):
         through.register_hook(lambda grad: buffer.detach().copy_(grad))
         return through  # type: ignore[no-any-return]
 
+    def _fuses_wgrad(self) -> bool:
+        return self.fuse_wgrad_accumulation
+
     def _main_grad(
         self, weight: Any, owners: list[Any], first: bool | None
     ) -> tuple[Any, bool, bool | None]:
