@@ -7,6 +7,7 @@ other is here.
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections import deque
@@ -125,19 +126,59 @@ class Experts(Module):
                 self.register_parameter(f"weight{i}", made(i, w))
             return
         values = self.weight.detach()
-        one: Any = made(0, values[0])
-        group: Any = GroupedTensorStorage.make_grouped_tensor_with_shapes(
-            self.num_gemms,
-            [(self.out_features, self.in_features)] * self.num_gemms,
-            one._quantizer,
-            values.device,
-            values.dtype,
-        )
+        group = self._group_like(made(0, values[0]))
         group.quantize(list(values.unbind(0)))
         self.register_parameter("weight", as_parameter(group))
         if self._preserve:
             keep_values(self.weight, values.cpu())
+
+    def _group_like(self, one: Any) -> Any:
+        """An uninitialised group of quantized weights like `one`."""
         self._held_format = one._cast(False).format_name
+        shapes = [(self.out_features, self.in_features)] * self.num_gemms
+        return GroupedTensorStorage.make_grouped_tensor_with_shapes(
+            self.num_gemms, shapes, one._quantizer, one.device, one.dtype
+        )
+
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        """Make weights that are apart the one parameter `weight`; nothing where they are one.
+
+        An optimizer must be given the new parameter. Quantized weights with delayed scaling stay
+        apart, with a warning. Nothing is initialised here, so `defer_init` changes nothing.
+        """
+        owners = self._weights()
+        if self.single_grouped_weight:
+            return
+        self._check_dtypes(owners)
+        if not isinstance(owners[0], QUANTIZED):
+            whole: Any = nn.Parameter(together(owners))
+        elif self._init_scales_by_history():
+            warnings.warn(
+                f"{self._where()}: make_grouped_weights: each quantized weight has a live scale of "
+                "its own with delayed scaling, so the weights stay apart",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        else:
+            group = self._group_like(owners[0])
+            for member, owner in zip(group.split_into_quantized_tensors(), owners, strict=True):
+                member.copy_from_storage(owner)
+            whole = as_parameter(group)
+            kept: list[Any] = [getattr(w, "get_high_precision_init_val", _none)() for w in owners]
+            if any(k is None for k in kept) and any(k is not None for k in kept):
+                raise RuntimeError(
+                    f"{self._where()}: make_grouped_weights: some of the weights have kept their "
+                    "initial values and some have not; clear_high_precision_init_val() of all"
+                )
+            if kept[0] is not None:
+                keep_values(whole, torch.stack(kept))
+        whole.requires_grad_(any(w.requires_grad for w in owners))
+        for i in range(self.num_gemms):
+            self.register_parameter(f"weight{i}", None)
+        self.register_parameter("weight", whole)
+        self.single_grouped_weight = True
+        self._mark_parameters()
 
     def _mark_parameters(self) -> None:
         """Attributes that Megatron-style optimizers and checkpoints look for."""
@@ -184,13 +225,25 @@ class Experts(Module):
         for w, part in zip(owners, buffer.unbind(0), strict=True):
             w.data = part
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _joined(self) -> bool:
         owners = [] if self.single_grouped_weight else self._weights()
-        joined = bool(owners) and _plain(owners) and _whole(owners) is not None
+        return bool(owners) and _plain(owners) and _whole(owners) is not None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        joined = self._joined()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if joined:
             self._join()
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Parameters are copied one by one; the copies share a buffer where these do."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        if self._joined():
+            made._join()
+        return made
 
     # --------------------------------------------------------------------------- reading weights
     def _read(self, weight: Any, dtype: torch.dtype, plan: Plan) -> Any:
@@ -365,6 +418,10 @@ class Experts(Module):
         held = held.squeeze(1) if held.dim() == 3 and whole.endswith("bias") else held
         for name, member in zip(each, held.unbind(0), strict=True):
             state.setdefault(name, member)
+
+
+def _none() -> None:
+    return None
 
 
 def _dense(t: Any) -> Any:

@@ -489,8 +489,8 @@ def dequantize_lines(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """`[M, K]` of a row copy whose block scales are those of `as_lines(cast)`; a scale or an amax of
-    row i is that of `member[i]`. The arithmetic is that of a member by itself."""
+    """`[M, K]` of a row copy whose block scales are those of `as_lines(cast)`; row i has the scale
+    or amax of `member[i]`. The arithmetic is that of a member by itself."""
     if cast.format.two_level:
         assert amax is not None
         # The same arithmetic, by the amax of each row. How codes were found is no matter here.
