@@ -186,6 +186,8 @@ class Experts(Module):
             w.tensor_model_parallel = True
             w.partition_dim = (1 if self.parallel_mode == "row" else 0) + (w.dim() - 2)
             w.partition_stride = 1
+            if self.wgrad_store.enabled:
+                w.skip_backward_post_hook = True  # its gradient comes with backward_dw
         for b in self._biases():
             if self.parallel_mode == "row":
                 b.sequence_parallel = self.sequence_parallel
@@ -301,7 +303,7 @@ class Experts(Module):
         num, name = self.num_gemms, f"{self._where()}: {argument}"
         traced = torch.compiler.is_compiling()
         if not isinstance(given, Tensor):
-            found = [operator.index(n) for n in given]
+            found = _integers(given, name)
             ragged.check_sizes(found, num, rows, name)
             if traced:
                 return torch.tensor(found, dtype=torch.int64, device=device)
@@ -518,7 +520,16 @@ class Later:
         return grouped.wgrad(*self.queue.popleft())
 
 
-# ----------------------------------------------------------------------------- sizes on the device
+# ------------------------------------------------------------------------------------------ sizes
+def _integers(given: Any, name: str) -> list[int]:
+    try:
+        return [operator.index(n) for n in given]
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: got {given!r}; a sequence of integers, or a tensor of them, is needed"
+        ) from error
+
+
 def _uploaded(sizes: Tensor, device: torch.device, name: str) -> Tensor:
     """Sizes of the host on `device`; a copy from pinned memory waits for nothing."""
     if device.type != "cuda":

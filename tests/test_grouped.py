@@ -202,7 +202,7 @@ def test_bias_gradients(dtype: torch.dtype) -> None:
             slack = 7 * 2.0**-24 * member.double().abs().sum(0)
             unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-24
             assert bool(((row.double() - exact).abs() <= unit * exact.abs() + slack).all())
-    total, quantized = mf.bgrad_quantize(x, quantizer)
+    total, quantized = mf.bgrad_quantize(input=x, quantizer=quantizer)
     assert_same(quantized, quantizer.quantize(x))
     torch.testing.assert_close(total, x.float().sum(0).to(dtype))
 
@@ -287,6 +287,12 @@ X = torch.ones(12, 16)
 def test_errors_name_the_rule(call: Any, complaint: str) -> None:
     with pytest.raises((ValueError, TypeError), match=complaint):
         call(quantizer_of("mxfp8"))
+
+
+def test_no_quantizer_is_an_error_of_type_and_value() -> None:
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match="quantizer: got object; a Quantizer is needed"):
+            mf.GroupedTensor.make_grouped_tensor(2, None, None, 4, 4, object(), "cpu")
 
 
 def test_an_amax_that_a_group_shares_is_refused() -> None:

@@ -69,7 +69,7 @@ class GroupedLinear(Experts, Projection):
         )
         if num_gemms < 1:
             raise ValueError(f"{where}: num_gemms: got {num_gemms}; it must be positive")
-        if use_grouped_tensor not in (None, True, False):
+        if use_grouped_tensor is not None and not isinstance(use_grouped_tensor, bool):
             raise TypeError(
                 f"{where}: use_grouped_tensor: got {type(use_grouped_tensor).__name__}; a bool or "
                 "None is needed"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..autograd import run
 from ..recipe.autocast import STATE
@@ -105,6 +106,12 @@ class OperationFuser:
                 f"OperationFuser: extra_inputs: got {len(extra_inputs)}, {wiring.inputs} are "
                 f"needed: {self._wants(wiring)}"
             )
+        for k, t in enumerate(extra_inputs):
+            if not isinstance(t, Tensor):
+                raise TypeError(
+                    f"OperationFuser: extra_inputs[{k}]: got {type(t).__name__}; a tensor is "
+                    f"needed: {self._wants(wiring)}"
+                )
         if basic_op_kwargs is None:
             basic_op_kwargs = [{} for _ in ops]
         if len(basic_op_kwargs) != len(ops):

@@ -116,6 +116,12 @@ def test_wrong_splits(splits: Any, match: str) -> None:
         layer(torch.randn(55, 48), splits)
 
 
+@pytest.mark.parametrize("splits", [None, [5.0, 0, 33, 17], 55])
+def test_splits_that_are_no_integers(splits: Any) -> None:
+    with pytest.raises(TypeError, match=r"GroupedLinear\(moe\): m_splits: got .*of integers"):
+        make(name="moe")(torch.randn(55, 48), splits)
+
+
 def test_wrong_sizes_in_a_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(make(), backend="aot_eager", fullgraph=True)
@@ -151,8 +157,9 @@ def test_unsupported(argument: str) -> None:
 def test_wrong_construction() -> None:
     with pytest.raises(ValueError, match="num_gemms: got 0"):
         mf.GroupedLinear(0, 48, 64, device="cpu")
-    with pytest.raises(TypeError, match="use_grouped_tensor: got str"):
-        make(use_grouped_tensor="yes")
+    for given, kind in (("yes", "str"), (1, "int"), (0, "int")):
+        with pytest.raises(TypeError, match=f"use_grouped_tensor: got {kind}"):
+            make(use_grouped_tensor=given)
     with pytest.raises(ValueError, match="parallel_mode"):
         make(parallel_mode="both")
     with pytest.raises(ValueError, match="bias with tp_size=2"):
@@ -252,6 +259,27 @@ def test_weights_become_one(quantized: bool, which: str) -> None:
     with mf.autocast(recipe=recipe):
         assert torch.equal(layer(x, given), before)
     layer.make_grouped_weights(defer_init=True)  # nothing is left to do
+
+
+def test_initial_values_of_some_weights() -> None:
+    with mf.quantized_model_init(
+        recipe=recipes.MXFP8BlockScaling(), preserve_high_precision_init_val=True
+    ):
+        layer = make()
+    layer.weight2.clear_high_precision_init_val()
+    with pytest.raises(RuntimeError, match="make_grouped_weights: some of the weights"):
+        layer.make_grouped_weights()
+    assert layer.weight0 is not None and not layer.single_grouped_weight
+
+
+@pytest.mark.parametrize("kwargs", [{}, SINGLE], ids=["discrete", "single"])
+def test_gradients_that_come_later_are_marked(kwargs: Any) -> None:
+    """What hooks of data parallelism look for."""
+    for later in (False, True):
+        layer = make(delay_wgrad_compute=later, **kwargs)
+        for name, p in layer.named_parameters():
+            marked = getattr(p, "skip_backward_post_hook", False)
+            assert marked == (later and name.startswith("weight"))
 
 
 def test_weights_with_live_scales_stay_apart() -> None:
