@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import library, ragged, rates
+from . import apart, library, ragged, rates
 from .core import grouped
+from .core.linear import Call
 from .module import HIGH_PLAN, Module
 from .parameters import default_device, initialise, keep_values, main_grad, quantized_parameter
 from .recipe.autocast import STATE
@@ -220,7 +221,7 @@ class Experts(Module):
             return
         owners = self._weights()
         alike = len({(w.dtype, w.device, w.shape) for w in owners}) == 1
-        if not alike or not _plain(owners) or _whole(owners) is not None:
+        if not alike or not _plain(owners) or apart.whole(owners) is not None:
             return
         with torch.no_grad():
             buffer = torch.stack([w.detach() for w in owners])
@@ -229,7 +230,7 @@ class Experts(Module):
 
     def _joined(self) -> bool:
         owners = [] if self.single_grouped_weight else self._weights()
-        return bool(owners) and _plain(owners) and _whole(owners) is not None
+        return bool(owners) and _plain(owners) and apart.whole(owners) is not None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         joined = self._joined()
@@ -435,11 +436,9 @@ def _dense(t: Any) -> Any:
 def together(weights: list[Any]) -> Tensor:
     """`[experts, out, in]` of weights `[out, in]`, without a gradient: where they lie side by side,
     as they lie; else a copy. A graph cannot ask where they lie, and copies."""
+    if not library.traced() and _plain(weights):
+        return apart.stacked(weights)
     with torch.no_grad():
-        if not library.traced() and _plain(weights):
-            found = _whole(weights)
-            if found is not None:
-                return found
         return torch.stack([w.detach() for w in weights])
 
 
@@ -448,30 +447,22 @@ def _plain(weights: list[Any]) -> bool:
     return all(type(w) in (nn.Parameter, Tensor) and not w.is_meta for w in weights)
 
 
-def _whole(weights: list[Any]) -> Tensor | None:
-    """One view of matrices that lie back to back in one storage, in order; else None."""
-    first: Tensor = weights[0]
-    if first.dim() != 2:
-        return None
-    shape, step = tuple(first.shape), first.numel()
-    at, size = first.data_ptr(), step * first.element_size()
-    for i, w in enumerate(weights):
-        # Addresses that follow one another inside one storage are of that storage.
-        if w.data_ptr() != at + i * size or w.dtype != first.dtype:
-            return None
-        if tuple(w.shape) != shape or not w.is_contiguous():
-            return None
-    end = (first.storage_offset() + len(weights) * step) * first.element_size()
-    if step == 0 or end > first.untyped_storage().nbytes():
-        return None
-    with torch.no_grad():
-        return first.detach().as_strided((len(weights), *shape), (step, shape[1], 1))
+def as_operands(weights: list[Any], call: Call) -> tuple[list[Any], Call]:
+    """A weight of each expert, as `core.grouped` takes them, and the call it takes them with: one
+    tensor, or several, of which it then reads copies that the call has.
 
-
-def as_operands(weights: list[Any]) -> list[Any]:
-    """A weight of each expert, as `core.grouped` takes them: one tensor, or quantized ones, of
-    which it then reads copies that it gets besides."""
-    return weights if isinstance(weights[0], QUANTIZED) else [together(weights)]
+    A graph casts weights that are apart as they lie, and so puts nothing together that is cast.
+    """
+    if isinstance(weights[0], QUANTIZED):
+        return weights, call
+    plan = call.plan
+    coded = plan.w_row.layout[0] is torch.uint8 and plan.w_col.layout[0] is torch.uint8
+    if library.traced() and coded and not plan.override and call.probe is None:
+        if call.workspace is None:
+            copies = grouped.weight_operands(weights, plan, call.live[1], call.needs[0])
+            call = call._replace(workspace=copies)
+        return weights, call
+    return [together(weights)], call
 
 
 class Apart:
@@ -482,7 +473,8 @@ class Apart:
     def forward(call: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, list[Any], Any]:
         sizes, x, bias, *weights = tensors
         work = grouped.GroupedLinear
-        y, saved, _ = work.forward(call, (sizes, x, bias, *as_operands(weights)))
+        given, call = as_operands(weights, call)
+        y, saved, _ = work.forward(call, (sizes, x, bias, *given))
         return y, [*saved, *watched(weights, saved)], (len(saved), len(weights))
 
     @staticmethod

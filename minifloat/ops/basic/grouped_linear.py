@@ -238,8 +238,8 @@ class GroupedLinear(Experts, QuantizedOperation):
         if again is not None:
             call = _forgetful(call)
         fused = bias if factors is None else None
-        tensors = (sizes, x, fused, *self._together(call))
-        y, kept, _ = grouped.GroupedLinear.forward(call, tensors)
+        weights, call = self._together(call)
+        y, kept, _ = grouped.GroupedLinear.forward(call, (sizes, x, fused, *weights))
         if factors is not None:
             y = y + (bias[_owners(sizes, y.shape[0])] * factors[:, None]).to(y.dtype)
         y = y.reshape(*input_.shape[:-1], self.out_features)
@@ -278,12 +278,12 @@ class GroupedLinear(Experts, QuantizedOperation):
             )
         return given.reshape(-1)
 
-    def _together(self, call: Call) -> list[Any]:
-        """The weights as `core.grouped` takes them."""
+    def _together(self, call: Call) -> tuple[list[Any], Call]:
+        """The weights as `core.grouped` takes them, and the call."""
         owners = self._weights()
         if call.workspace is None:
             owners = [self._read(w, call.dtype, call.plan) for w in owners]
-        return owners if self.single_grouped_weight else as_operands(owners)
+        return (owners, call) if self.single_grouped_weight else as_operands(owners, call)
 
     def fuser_forward_save_ctx(
         self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Saved, **fwd_kwargs: Any
