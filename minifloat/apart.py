@@ -45,8 +45,13 @@ def whole(matrices: Sequence[Tensor]) -> Tensor | None:
 def stacked(matrices: Sequence[Tensor]) -> Tensor:
     """`[E, N, K]`, without a gradient: as they lie, or a copy."""
     found = whole(matrices)
+    if found is not None:
+        return found
+    shapes = {tuple(m.shape) for m in matrices}
+    if len(shapes) > 1:
+        raise ValueError(f"weights: got shapes {sorted(shapes)}; all experts must have one")
     with torch.no_grad():
-        return torch.stack([m.detach() for m in matrices]) if found is None else found
+        return torch.stack([m.detach() for m in matrices])
 
 
 def quantize(matrices: Sequence[Tensor], row: Cast | None, col: Cast | None) -> list[Tensor]:

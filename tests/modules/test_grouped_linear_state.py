@@ -282,6 +282,16 @@ def test_gradients_that_come_later_are_marked(kwargs: Any) -> None:
             assert marked == (later and name.startswith("weight"))
 
 
+def test_weights_of_several_shapes() -> None:
+    layer = make(bias=False)
+    layer.weight2 = torch.nn.Parameter(torch.randn(32, 48))
+    match = r"weights: got shapes \[\(32, 48\), \(64, 48\)\]; all experts must have one"
+    for call in (layer.make_grouped_weights, lambda: layer(torch.randn(55, 48), SPLITS)):
+        with pytest.raises(ValueError, match=match):
+            call()
+    assert layer.weight2 is not None
+
+
 def test_weights_with_live_scales_stay_apart() -> None:
     with mf.quantized_model_init(recipe=recipes.DelayedScaling()):
         layer = make()
