@@ -12,6 +12,7 @@ number is a ratio inside that run:
     ragged        our time on Zipf's splits over our time on equal ones
     memory        peak bytes of a step beyond what was there, over bf16's
     launches      kernels of a step with 8 and with 64 experts
+    wgrad         what the gradient of the weights multiplies, codes or bf16 values of them
 
 `cast`: weights are cast at every call; `kept`: they were cast before (`is_first_microbatch=False`).
 A step that waits for the device is marked `waits`: its time includes the host.
@@ -122,7 +123,7 @@ class Plain(nn.Module):
 class Step:
     """One provider on one input."""
 
-    run: Callable[..., Tensor]
+    run: Any
     weight: nn.Parameter
     x: Tensor
     grad: Tensor
@@ -197,6 +198,7 @@ def measure(bench: Bench, name: str, kept: bool, timer: Timer) -> dict[str, Any]
         "ragged": found["ours_zipf"].median / found["ours_equal"].median,
         "waits": found["ours_equal"].waits or found["ours_zipf"].waits,
         "limit": None,
+        "wgrad": ours["equal"].run.wgrad_choice(ours["equal"].recipe).name,
     }
     if bench.shape.limits is not None:
         row["limit"] = bench.shape.limits[kept]
@@ -223,7 +225,7 @@ def launches(name: str, device: torch.device) -> dict[str, int]:
 
 HEADER = (
     f"{'shape':<24} {'recipe':>12} {'weights':>7} {'us':>9} {'equal':>6} {'limit':>6} {'zipf':>6} "
-    f"{'ragged':>6} {'memory':>6} {'host us':>8}"
+    f"{'ragged':>6} {'memory':>6} {'host us':>8} {'wgrad':>6}"
 )
 
 
@@ -236,7 +238,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['shape']:<24} {row['recipe']:>12} {row['weights']:>7} {row['ours_equal_us']:9.1f} "
         f"{row['equal']:6.2f} {limit:>6} {row['zipf']:6.2f} {row['ragged']:6.2f} {used:>6} "
-        f"{row['host_us']:8.1f}{'  waits' if row['waits'] else ''}"
+        f"{row['host_us']:8.1f} {row['wgrad']:>6}{'  waits' if row['waits'] else ''}"
     )
 
 

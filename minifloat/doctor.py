@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import dispatch, env, recipe
+from . import dispatch, env, rates, recipe
 from ._version import __version__
 from .formats import FORMATS
 from .module import HIGH_PLAN
@@ -15,7 +15,7 @@ from .modules.advice import served
 from .recipe import Plan
 from .recipe.plan import products
 
-__all__ = ["DEVICES", "RECIPES", "Row", "matrix", "report", "rows"]
+__all__ = ["DEVICES", "RECIPES", "Row", "expert_rows", "matrix", "report", "rows"]
 
 # What each recipe makes of a linear layer.
 RECIPES: dict[str, Plan] = {
@@ -54,6 +54,24 @@ def rows(device: torch.device) -> list[Row]:
     return out
 
 
+EXPERTS = (1024, 4096, 16384)  # features of experts, in and out, that say where a choice changes
+
+
+def expert_rows(device: torch.device) -> list[Row]:
+    """recipe -> what the gradient of experts' weights multiplies in bf16, by their features."""
+    out = []
+    for name, plan in RECIPES.items():
+        pair = products(plan)[2]
+        found = [rates.choose(*pair, n, n, device, fast=plan.fast[2]) for n in EXPERTS]
+        names = list(dict.fromkeys(choice.name for choice in found))
+        why = found[0].why
+        limit = rates.break_even(pair.b, device, plan.fast[2])
+        if len(names) > 1 and limit is not None:
+            why = f"{names[1]} where in out / (in + out) > {limit:.0f} features"
+        out.append(Row(name, "experts' dw", " or ".join(names), why))
+    return out
+
+
 def matrix() -> str:
     """What multiplies each recipe's products on each kind of GPU, as a Markdown table."""
     head = ["recipe", "CPU", *(name for name, _ in DEVICES)]
@@ -89,7 +107,7 @@ def report(device: torch.device | None = None) -> str:
         f"  formats  {', '.join(FORMATS)}",
         "",
     ]
-    table = [Row("recipe", "step", "backend", "why"), *rows(device)]
+    table = [Row("recipe", "step", "backend", "why"), *rows(device), *expert_rows(device)]
     widths = [max(len(row[i]) for row in table) for i in range(3)]
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)]

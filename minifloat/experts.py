@@ -7,6 +7,7 @@ other is here.
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections import deque
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import library, ragged
+from . import apart, library, ragged, rates
 from .core import grouped
-from .module import Module
+from .core.linear import Call
+from .module import HIGH_PLAN, Module
 from .parameters import default_device, initialise, keep_values, main_grad, quantized_parameter
+from .recipe.autocast import STATE
 from .recipe.base import Recipe
-from .recipe.plan import Plan
+from .recipe.plan import Plan, products
 from .tensors import GroupedTensorStorage, QuantizedTensorStorage, as_parameter
 
 __all__ = ["QUANTIZED", "Apart", "Experts", "Later", "Splits", "as_operands", "together", "watched"]
@@ -124,19 +127,59 @@ class Experts(Module):
                 self.register_parameter(f"weight{i}", made(i, w))
             return
         values = self.weight.detach()
-        one: Any = made(0, values[0])
-        group: Any = GroupedTensorStorage.make_grouped_tensor_with_shapes(
-            self.num_gemms,
-            [(self.out_features, self.in_features)] * self.num_gemms,
-            one._quantizer,
-            values.device,
-            values.dtype,
-        )
+        group = self._group_like(made(0, values[0]))
         group.quantize(list(values.unbind(0)))
         self.register_parameter("weight", as_parameter(group))
         if self._preserve:
             keep_values(self.weight, values.cpu())
+
+    def _group_like(self, one: Any) -> Any:
+        """An uninitialised group of quantized weights like `one`."""
         self._held_format = one._cast(False).format_name
+        shapes = [(self.out_features, self.in_features)] * self.num_gemms
+        return GroupedTensorStorage.make_grouped_tensor_with_shapes(
+            self.num_gemms, shapes, one._quantizer, one.device, one.dtype
+        )
+
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        """Make weights that are apart the one parameter `weight`; nothing where they are one.
+
+        An optimizer must be given the new parameter. Quantized weights with delayed scaling stay
+        apart, with a warning. Nothing is initialised here, so `defer_init` changes nothing.
+        """
+        owners = self._weights()
+        if self.single_grouped_weight:
+            return
+        self._check_dtypes(owners)
+        if not isinstance(owners[0], QUANTIZED):
+            whole: Any = nn.Parameter(together(owners))
+        elif self._init_scales_by_history():
+            warnings.warn(
+                f"{self._where()}: make_grouped_weights: each quantized weight has a live scale of "
+                "its own with delayed scaling, so the weights stay apart",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        else:
+            group = self._group_like(owners[0])
+            for member, owner in zip(group.split_into_quantized_tensors(), owners, strict=True):
+                member.copy_from_storage(owner)
+            whole = as_parameter(group)
+            kept: list[Any] = [getattr(w, "get_high_precision_init_val", _none)() for w in owners]
+            if any(k is None for k in kept) and any(k is not None for k in kept):
+                raise RuntimeError(
+                    f"{self._where()}: make_grouped_weights: some of the weights have kept their "
+                    "initial values and some have not; clear_high_precision_init_val() of all"
+                )
+            if kept[0] is not None:
+                keep_values(whole, torch.stack(kept))
+        whole.requires_grad_(any(w.requires_grad for w in owners))
+        for i in range(self.num_gemms):
+            self.register_parameter(f"weight{i}", None)
+        self.register_parameter("weight", whole)
+        self.single_grouped_weight = True
+        self._mark_parameters()
 
     def _mark_parameters(self) -> None:
         """Attributes that Megatron-style optimizers and checkpoints look for."""
@@ -144,6 +187,8 @@ class Experts(Module):
             w.tensor_model_parallel = True
             w.partition_dim = (1 if self.parallel_mode == "row" else 0) + (w.dim() - 2)
             w.partition_stride = 1
+            if self.wgrad_store.enabled:
+                w.skip_backward_post_hook = True  # its gradient comes with backward_dw
         for b in self._biases():
             if self.parallel_mode == "row":
                 b.sequence_parallel = self.sequence_parallel
@@ -176,20 +221,32 @@ class Experts(Module):
             return
         owners = self._weights()
         alike = len({(w.dtype, w.device, w.shape) for w in owners}) == 1
-        if not alike or not _plain(owners) or _whole(owners) is not None:
+        if not alike or not _plain(owners) or apart.whole(owners) is not None:
             return
         with torch.no_grad():
             buffer = torch.stack([w.detach() for w in owners])
         for w, part in zip(owners, buffer.unbind(0), strict=True):
             w.data = part
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _joined(self) -> bool:
         owners = [] if self.single_grouped_weight else self._weights()
-        joined = bool(owners) and _plain(owners) and _whole(owners) is not None
+        return bool(owners) and _plain(owners) and apart.whole(owners) is not None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        joined = self._joined()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if joined:
             self._join()
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Parameters are copied one by one; the copies share a buffer where these do."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        if self._joined():
+            made._join()
+        return made
 
     # --------------------------------------------------------------------------- reading weights
     def _read(self, weight: Any, dtype: torch.dtype, plan: Plan) -> Any:
@@ -248,7 +305,7 @@ class Experts(Module):
         num, name = self.num_gemms, f"{self._where()}: {argument}"
         traced = torch.compiler.is_compiling()
         if not isinstance(given, Tensor):
-            found = [operator.index(n) for n in given]
+            found = _integers(given, name)
             ragged.check_sizes(found, num, rows, name)
             if traced:
                 return torch.tensor(found, dtype=torch.int64, device=device)
@@ -277,6 +334,29 @@ class Experts(Module):
                 f"requires_grad={buffer.requires_grad}; {like.dtype} of shape {tuple(like.shape)}, "
                 "without a gradient, is needed"
             )
+
+    def wgrad_choice(self, recipe: Recipe | None = None) -> rates.Choice:
+        """Whether the weights' gradient by `recipe`, or by the one in force, multiplies codes or
+        the bf16 values that hold them exactly, and why: a question of formats, features and
+        device, and of no splits."""
+        if recipe is None:
+            recipe = self.recipe if STATE.depth == 0 else STATE.recipe
+        plan = HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
+        weight = self._weights()[0]
+        into = getattr(weight, "main_grad", None) if self._fuses_wgrad() else None
+        return rates.choose(
+            *products(plan)[2],
+            self.out_features,
+            self.in_features,
+            weight.device,
+            out_dtype=weight.dtype if into is None else into.dtype,
+            into=into is not None and self.single_grouped_weight,
+            fast=plan.fast[2],
+        )
+
+    def _fuses_wgrad(self) -> bool:
+        """Whether the weights' gradient goes to `main_grad`."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------------------- later wgrad
     def need_backward_dw(self) -> bool:
@@ -344,6 +424,10 @@ class Experts(Module):
             state.setdefault(name, member)
 
 
+def _none() -> None:
+    return None
+
+
 def _dense(t: Any) -> Any:
     """The values of an entry of a state dict."""
     return t.dequantize() if isinstance(t, QUANTIZED) else t
@@ -353,11 +437,9 @@ def _dense(t: Any) -> Any:
 def together(weights: list[Any]) -> Tensor:
     """`[experts, out, in]` of weights `[out, in]`, without a gradient: where they lie side by side,
     as they lie; else a copy. A graph cannot ask where they lie, and copies."""
+    if not library.traced() and _plain(weights):
+        return apart.stacked(weights)
     with torch.no_grad():
-        if not library.traced() and _plain(weights):
-            found = _whole(weights)
-            if found is not None:
-                return found
         return torch.stack([w.detach() for w in weights])
 
 
@@ -366,30 +448,22 @@ def _plain(weights: list[Any]) -> bool:
     return all(type(w) in (nn.Parameter, Tensor) and not w.is_meta for w in weights)
 
 
-def _whole(weights: list[Any]) -> Tensor | None:
-    """One view of matrices that lie back to back in one storage, in order; else None."""
-    first: Tensor = weights[0]
-    if first.dim() != 2:
-        return None
-    shape, step = tuple(first.shape), first.numel()
-    at, size = first.data_ptr(), step * first.element_size()
-    for i, w in enumerate(weights):
-        # Addresses that follow one another inside one storage are of that storage.
-        if w.data_ptr() != at + i * size or w.dtype != first.dtype:
-            return None
-        if tuple(w.shape) != shape or not w.is_contiguous():
-            return None
-    end = (first.storage_offset() + len(weights) * step) * first.element_size()
-    if step == 0 or end > first.untyped_storage().nbytes():
-        return None
-    with torch.no_grad():
-        return first.detach().as_strided((len(weights), *shape), (step, shape[1], 1))
+def as_operands(weights: list[Any], call: Call) -> tuple[list[Any], Call]:
+    """A weight of each expert, as `core.grouped` takes them, and the call it takes them with: one
+    tensor, or several, of which it then reads copies that the call has.
 
-
-def as_operands(weights: list[Any]) -> list[Any]:
-    """A weight of each expert, as `core.grouped` takes them: one tensor, or quantized ones, of
-    which it then reads copies that it gets besides."""
-    return weights if isinstance(weights[0], QUANTIZED) else [together(weights)]
+    A graph casts weights that are apart as they lie, and so puts nothing together that is cast.
+    """
+    if isinstance(weights[0], QUANTIZED):
+        return weights, call
+    plan = call.plan
+    coded = plan.w_row.layout[0] is torch.uint8 and plan.w_col.layout[0] is torch.uint8
+    if library.traced() and coded and not plan.override and call.probe is None:
+        if call.workspace is None:
+            copies = grouped.weight_operands(weights, plan, call.live[1], call.needs[0])
+            call = call._replace(workspace=copies)
+        return weights, call
+    return [together(weights)], call
 
 
 class Apart:
@@ -409,7 +483,8 @@ class Apart:
     def forward(call: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, list[Any], Any]:
         sizes, x, bias, *weights = tensors
         work = grouped.GroupedLinear
-        y, saved, _ = work.forward(call, (sizes, x, bias, *as_operands(weights)))
+        given, call = as_operands(weights, call)
+        y, saved, _ = work.forward(call, (sizes, x, bias, *given))
         return y, [*saved, *watched(weights, saved)], (len(saved), len(weights))
 
     @staticmethod
@@ -447,7 +522,16 @@ class Later:
         return grouped.wgrad(*self.queue.popleft())
 
 
-# ----------------------------------------------------------------------------- sizes on the device
+# ------------------------------------------------------------------------------------------ sizes
+def _integers(given: Any, name: str) -> list[int]:
+    try:
+        return [operator.index(n) for n in given]
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: got {given!r}; a sequence of integers, or a tensor of them, is needed"
+        ) from error
+
+
 def _uploaded(sizes: Tensor, device: torch.device, name: str) -> Tensor:
     """Sizes of the host on `device`; a copy from pinned memory waits for nothing."""
     if device.type != "cuda":

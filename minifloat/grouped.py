@@ -233,11 +233,11 @@ def bgrad_group_quantize(
         return group, ragged.sums(x, group.first_dims, num_tensors)
 
 
-def bgrad_quantize(tensor: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
+def bgrad_quantize(input: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     """(dbias, quantized): the sum of the rows, in fp32, rounded once; and the tensor."""
     with torch.no_grad():
-        x = tensor.reshape(-1, tensor.shape[-1])
-        return ragged.sums(x, None, 1)[0], quantizer.quantize(tensor)
+        x = input.reshape(-1, input.shape[-1])
+        return ragged.sums(x, None, 1)[0], quantizer.quantize(input)
 
 
 def group_dequantize(input: Any, otype: Any = None) -> Any:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import env, library, ragged, reference, spread
-from .formats import Cast, Operand, Scale, rup
+from . import env, library, ragged, rates, reference, spread
+from .formats import Cast, Operand, rup
 from .gemm import gemm, values
 from .layout import parts
 from .operands import column
@@ -259,10 +259,9 @@ class _Read(NamedTuple):
 
 
 def _as_codes(a: Grouped, b: Grouped) -> bool:
-    """Whether a kernel multiplies the codes of both: FP8 whose scales are fp32, of one kind."""
-    return all(
-        g.data.dtype is torch.uint8 and g.cast.format.scale is Scale.F32 for g in (a, b)
-    ) and (a.cast.format.tile is None) == (b.cast.format.tile is None)
+    """Whether both are codes that a kernel multiplies."""
+    held = a.data.dtype is torch.uint8 and b.data.dtype is torch.uint8
+    return held and rates.multiplies_codes(a.cast, b.cast)
 
 
 def _alike(a: _Read, b: _Read) -> tuple[_Read, _Read]:
@@ -391,6 +390,10 @@ def _contraction_at_once(
     from .kernels import grouped_gemm as kernel
 
     codes = _as_codes(a, b)
+    if codes:
+        width = a.shape[1], b.shape[1]
+        how: Any = {"out_dtype": dtype, "into": out is not None, "fast": fast}
+        codes = rates.choose(a.cast, b.cast, *width, a.data.device, **how).name == rates.CODES
     padded = a.spread or b.spread
     if padded:
         a, b = (g if g.spread else _spread_out(g, group) for g in (a, b))

@@ -195,16 +195,16 @@ class _Rows:
 def moe_permute(
     inp: Tensor,
     routing_map: Tensor,
-    num_out_tokens: int,
+    num_out_tokens: int = -1,
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[Tensor, Tensor]:
     """(permuted `[num_out_tokens, hidden]`, row_id_map): a row for each token an expert gets.
 
-    `routing_map` is a mask (tokens, experts), or expert ids (tokens, topk) with
-    `map_type="index"`, where `num_out_tokens` <= 0 means all. Rows past the last one are zeros;
-    copies that do not fit are dropped, those of the last experts first. `max_token_num` is not
-    needed.
+    `routing_map` is a mask (tokens, experts), which needs `num_out_tokens`, or expert ids (tokens,
+    topk) with `map_type="index"`, where `num_out_tokens` <= 0 means all. Rows past the last one are
+    zeros; copies that do not fit are dropped, those of the last experts first. `max_token_num` is
+    not needed.
     """
     _check(inp, routing_map, map_type)
     rows = _count(num_out_tokens, routing_map, map_type)
@@ -320,6 +320,9 @@ def moe_sort_chunks_by_index_with_probs(
 def _chunk_rows(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tuple[Tensor, Tensor]:
     """(the row that each row of the result comes from, the row that each row goes to), or -1."""
     for name, t in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
+        if not isinstance(t, Tensor) or t.is_floating_point():
+            kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
+            raise TypeError(f"{name}: got {kind}; a tensor of integers is needed")
         if t.dim() != 1 or t.shape != split_sizes.shape:
             raise ValueError(
                 f"{name}: got shape {tuple(t.shape)}; one entry per chunk, in one dim, is needed"
@@ -361,6 +364,11 @@ def _check_probs(probs: Tensor, of: Tensor, name: str) -> None:
 
 
 def _count(num_out_tokens: int, routing_map: Tensor, map_type: str) -> int:
+    if not isinstance(num_out_tokens, (int, torch.SymInt)):
+        raise TypeError(
+            f"num_out_tokens: got {type(num_out_tokens).__name__}; a number of rows is needed: a "
+            "shape, which the host knows"
+        )
     if num_out_tokens > 0 or (num_out_tokens == 0 and map_type == "mask"):
         return num_out_tokens
     if map_type == "mask":

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, env, library, reference
-from .formats import Cast, cdiv
+from .formats import Cast, Scale, cdiv, find_format
 from .inputs import check_input, check_seed
 from .layout import Part, parts, shares_scale
 from .library import op as _op
@@ -29,8 +29,10 @@ from .library import traced as _traced
 
 __all__ = [
     "Place",
+    "as_lines",
     "check_sizes",
     "dequantize",
+    "dequantize_lines",
     "exact",
     "kernels",
     "places",
@@ -38,6 +40,7 @@ __all__ = [
     "quantize_members",
     "quantize_scaled",
     "room",
+    "rows_at_once",
     "sums",
 ]
 
@@ -401,6 +404,8 @@ def _dequantize(  # noqa: PLR0913  (the operator's)
     dtype: torch.dtype,
     col: bool,
 ) -> Tensor:
+    if data.is_cuda and sizes is not None and not col:
+        return rows_at_once(data, scale, amax, sizes, cast, shape, dtype)
     out = torch.empty(tuple(shape), dtype=dtype, device=data.device)
     m, k = shape
     of, prefix = ((None, cast), "col_") if col else ((cast, None), "row_")
@@ -433,6 +438,81 @@ def _dequantize_fake(  # noqa: PLR0913
     col: bool,
 ) -> Tensor:
     return data.new_empty(tuple(shape), dtype=dtype)
+
+
+def rows_at_once(
+    data: Tensor,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    sizes: Tensor,
+    cast: Cast,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The values of row copies, all members at once. Nothing waits for the device; wrong sizes give
+    wrong values, and nothing is read outside the buffers."""
+    m, k = shape
+    row, ends = torch.arange(m, device=data.device), torch.cumsum(sizes, 0)
+    member = torch.searchsorted(ends, row, right=True).clamp(max=sizes.shape[0] - 1)
+    of_all = {p.name: p.shape for p in parts((m, k), as_lines(cast), None)}
+    lines = data[: _numel(of_all["row_data"])].view(of_all["row_data"])
+    if cast.format.tile is not None:
+        assert scale is not None
+        # The shape rules are integer arithmetic, and a tensor of sizes goes through them like one.
+        found: Any = {p.name: p.shape for p in parts((sizes, k), cast, None)}["row_scale"]  # type: ignore[arg-type]
+        high, wide = (d if isinstance(d, Tensor) else torch.full_like(sizes, d) for d in found)
+        first, wide = (torch.cumsum(high * wide, 0) - high * wide)[member], wide[member]
+        _, _, (tall, long), _, transposed, *_ = cast.layout
+        local = (row - (ends - sizes)[member]) // tall
+        block = torch.arange(cdiv(k, long), device=data.device)
+        if transposed:
+            place = (first + local)[:, None] + wide[:, None] * block
+        else:
+            place = (first + local * wide)[:, None] + block
+        of_row = scale[place.clamp(0, scale.shape[0] - 1)]  # [M, K/long]
+        if as_lines(cast).layout[4]:
+            of_row = of_row.t()
+        scale = scale.new_zeros(of_all["row_scale"])
+        scale[: of_row.shape[0], : of_row.shape[1]] = of_row
+    if cast.row_scaled:
+        assert amax is not None
+        member, amax = row, amax[:m]
+    return dequantize_lines(lines, scale, amax, member, cast, shape, dtype)
+
+
+def dequantize_lines(
+    data: Tensor,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    member: Tensor,
+    cast: Cast,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """`[M, K]` of a row copy whose block scales are those of `as_lines(cast)`; row i has the scale
+    or amax of `member[i]`. The arithmetic is that of a member by itself."""
+    if cast.format.two_level:
+        assert amax is not None
+        # The same arithmetic, by the amax of each row. How codes were found is no matter here.
+        fmt = find_format(cast.format.element, cast.format.scale, (1, cast.format.tile[1]))  # type: ignore[arg-type,index]
+        by_row = Cast(fmt.name, scale_max=cast.scale_max, row_scaled=True)
+        return dispatch.dequantize(data, scale, amax[member], by_row, shape, dtype)
+    if cast.format.tile is not None:
+        return dispatch.dequantize(data, scale, None, as_lines(cast), shape, dtype)
+    assert scale is not None and cast.format.element is not None
+    code = cast.format.element.torch_dtype
+    assert code is not None
+    return (data.view(code).to(torch.float32) * scale[member][:, None]).to(dtype)
+
+
+def as_lines(cast: Cast) -> Cast:
+    """The cast whose layout a matrix of several members has: scales of square fp32 blocks are one
+    for each row, since a member's rows may begin anywhere."""
+    fmt = cast.format
+    if fmt.scale is not Scale.F32 or fmt.tile is None or not fmt.square:
+        return cast
+    assert fmt.element is not None
+    return cast.replace(format_name=find_format(fmt.element, fmt.scale, (1, fmt.tile[1])).name)
 
 
 # ------------------------------------------------------------------------------------------- sums

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from . import dispatch, env, library, ragged
-from .formats import HADAMARD, Cast, Scale, cdiv, find_format, rup
+from .formats import HADAMARD, Cast, cdiv, rup
 from .inputs import check_input, check_seed
 from .layout import Part, part_names, parts, shares_scale
+from .ragged import as_lines
 
 __all__ = [
     "PAD",
@@ -95,16 +96,6 @@ def _members_fake(sizes: Tensor, rows: int) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------ layout
-def as_lines(cast: Cast) -> Cast:
-    """The cast whose layout a spread copy has: scales of square fp32 blocks are one for each row,
-    since a member's rows may begin anywhere."""
-    fmt = cast.format
-    if fmt.scale is not Scale.F32 or fmt.tile is None or not fmt.square:
-        return cast
-    assert fmt.element is not None
-    return cast.replace(format_name=find_format(fmt.element, fmt.scale, (1, fmt.tile[1])).name)
-
-
 def _parts(m: int, k: int, num: int, row: Cast | None, col: Cast | None) -> list[Part]:
     """The buffers, in the order and with the names of `layout.parts`."""
     row, col = (None if c is None else as_lines(c) for c in (row, col))
@@ -350,18 +341,7 @@ def _dequantize(
     # Rows that no member has, where sizes are wrong, count as the last one's.
     of_row = torch.searchsorted(table[:, 1].contiguous(), number, right=True)
     of_row = of_row.clamp(max=table.shape[0] - 1)
-    if cast.format.two_level:
-        assert amax is not None
-        # The same arithmetic, by the amax of each row. How codes were found is no matter here.
-        fmt = find_format(cast.format.element, cast.format.scale, (1, cast.format.tile[1]))  # type: ignore[arg-type,index]
-        by_row = Cast(fmt.name, scale_max=cast.scale_max, row_scaled=True)
-        return dispatch.dequantize(data, scale, amax[of_row], by_row, shape, dtype)
-    if cast.format.tile is not None:
-        return dispatch.dequantize(data, scale, None, as_lines(cast), shape, dtype)
-    assert scale is not None and cast.format.element is not None
-    code = cast.format.element.torch_dtype
-    assert code is not None
-    return (data.view(code).to(torch.float32) * scale[of_row][:, None]).to(dtype)
+    return ragged.dequantize_lines(data, scale, amax, of_row, cast, shape, dtype)
 
 
 def _dequantize_fake(data: Tensor, *rest: Any) -> Tensor:

@@ -29,6 +29,22 @@ def test_every_recipe_has_a_backend_and_a_reason_for_both_steps():
 
 
 @pytest.mark.parametrize(
+    ("recipe", "chosen", "why"),
+    [
+        ("DelayedScaling", "codes", "never"),
+        ("Float8BlockScaling", "codes or values", "values where in out / (in + out) > "),
+        ("MXFP8BlockScaling", "values", "no kernel multiplies the codes of mxfp8"),
+        ("high precision", "values", "high precision"),
+    ],
+)
+def test_what_the_gradient_of_experts_multiplies(hopper, recipe, chosen, why):
+    (row,) = [r for r in doctor.expert_rows(CUDA) if r.recipe == recipe]
+    assert (row.step, row.backend) == ("experts' dw", chosen)
+    assert why in row.why
+    assert "experts' dw" in doctor.report(CPU)
+
+
+@pytest.mark.parametrize(
     ("recipe", "capability", "backend"),
     [
         ("DelayedScaling", 80, "emulated"),

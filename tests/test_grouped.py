@@ -41,6 +41,69 @@ def test_each_member_alone(kind: str, usage: str, dtype: torch.dtype) -> None:
             assert torch.equal(plain.first_dims, torch.tensor(sizes))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_row_copies_are_read_at_once(kind: str, device: str) -> None:
+    """What a device does, which asks for no size; members of several magnitudes."""
+    quantizer = quantizer_of(kind)
+    for sizes, columns in zip(SIZES, (40, 16, 33, 130), strict=True):
+        x = values(sum(sizes), columns, dtype=torch.bfloat16)
+        for i, member in enumerate(x.split(sizes)):
+            member *= 4.0 ** (i - 2)
+        group: Any = mf.group_quantize(x, quantizer, len(sizes), torch.tensor(sizes))
+        buffers = [group._part(f"row_{part}") for part in ("data", "scale", "amax")]
+        cast = group._reader()._casts()[0]
+        here = [None if b is None else b.to(device) for b in buffers]
+        for given in (torch.tensor(sizes), torch.tensor(sizes, dtype=torch.int32)):
+            got = ragged.rows_at_once(*here, given.to(device), cast, tuple(x.shape), torch.float32)
+            want = [m.dequantize(dtype=torch.float32) for m in group.split_into_quantized_tensors()]
+            assert torch.equal(got.cpu(), torch.cat(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", GROUPS)
+def test_dequantizing_on_a_device_waits_for_nothing(kind: str) -> None:
+    """Nor does it keep sizes: captured once, it reads those of the replay."""
+    quantizer = quantizer_of(kind, columnwise=False).copy()
+    for name in ("scale", "amax"):  # of delayed scaling
+        if isinstance(getattr(quantizer, name, None), torch.Tensor):
+            setattr(quantizer, name, getattr(quantizer, name).cuda())
+    x = values(300, 48, dtype=torch.bfloat16).cuda()
+
+    def quantized(sizes: list[int]) -> Any:
+        return mf.group_quantize(x, quantizer, 3, torch.tensor(sizes).cuda())
+
+    group = quantized([0, 130, 170])
+    mf.group_dequantize(group, torch.float32)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mf.group_dequantize(group, torch.float32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = mf.group_dequantize(group, torch.float32)
+    for sizes in ([1, 2, 297], [300, 0, 0], [0, 130, 170]):
+        other = quantized(sizes)._buffers()
+        for name, buffer in group._buffers().items():
+            if buffer is not None:
+                buffer.copy_(other[name])
+        graph.replay()
+        want = [quantizer.quantize(m).dequantize(dtype=torch.float32) for m in x.split(sizes)]
+        assert torch.equal(made.rowwise_data.view(300, 48), torch.cat(want))
+
+
+@pytest.mark.parametrize("sizes", [[300, 300, 300], [-5, 7, 2], [0, 0, 0]])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_wrong_sizes_read_nothing_outside(kind: str, sizes: list[int]) -> None:
+    group: Any = mf.group_quantize(values(40, 48), quantizer_of(kind), 3, torch.tensor([0, 30, 10]))
+    buffers = [group._part(f"row_{part}") for part in ("data", "scale", "amax")]
+    cast = group._reader()._casts()[0]
+    made = ragged.rows_at_once(*buffers, torch.tensor(sizes), cast, (40, 48), torch.float32)
+    assert made.shape == (40, 48)
+
+
 @pytest.mark.parametrize("kind", GROUPS)
 def test_equal_members(kind: str) -> None:
     x = values(4, 9, 24)
@@ -139,7 +202,7 @@ def test_bias_gradients(dtype: torch.dtype) -> None:
             slack = 7 * 2.0**-24 * member.double().abs().sum(0)
             unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-24
             assert bool(((row.double() - exact).abs() <= unit * exact.abs() + slack).all())
-    total, quantized = mf.bgrad_quantize(x, quantizer)
+    total, quantized = mf.bgrad_quantize(input=x, quantizer=quantizer)
     assert_same(quantized, quantizer.quantize(x))
     torch.testing.assert_close(total, x.float().sum(0).to(dtype))
 
@@ -224,6 +287,12 @@ X = torch.ones(12, 16)
 def test_errors_name_the_rule(call: Any, complaint: str) -> None:
     with pytest.raises((ValueError, TypeError), match=complaint):
         call(quantizer_of("mxfp8"))
+
+
+def test_no_quantizer_is_an_error_of_type_and_value() -> None:
+    for error in (TypeError, ValueError):
+        with pytest.raises(error, match="quantizer: got object; a Quantizer is needed"):
+            mf.GroupedTensor.make_grouped_tensor(2, None, None, 4, 4, object(), "cpu")
 
 
 def test_an_amax_that_a_group_shares_is_refused() -> None:

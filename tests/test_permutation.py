@@ -46,6 +46,13 @@ def test_indices_order_rows_by_expert_then_token() -> None:
     torch.testing.assert_close(out, inp * weights.sum(1, keepdim=True))
 
 
+def test_indices_need_no_number_of_rows() -> None:
+    inp, ids = torch.randn(4, 3), torch.tensor([[1, 0], [0, 2], [2, 1], [0, 1]])
+    permuted, row_id_map = mf.moe_permute(inp, ids, map_type="index")
+    expected = mf.moe_permute(inp, ids, 8, map_type="index")
+    assert torch.equal(permuted, expected[0]) and torch.equal(row_id_map, expected[1])
+
+
 def test_an_id_below_zero_has_no_row() -> None:
     ids, inp = torch.tensor([[1, -1], [0, 1]]), torch.randn(2, 3)
     permuted, row_id_map = mf.moe_permute(inp, ids, 3, map_type="index")
@@ -211,6 +218,13 @@ def test_chunks_in_a_graph() -> None:
         (lambda x, m: mf.moe_permute(x, m, 4, map_type="rows"), "map_type: got 'rows'"),
         (lambda x, m: mf.moe_permute(x, m[:2], 4), "routing_map: got shape"),
         (lambda x, m: mf.moe_permute(x, m, -1), "num_out_tokens: got -1"),
+        (lambda x, m: mf.moe_permute(x, m), "num_out_tokens: got -1"),
+        (lambda x, m: mf.moe_permute(x, m, m.sum()), "num_out_tokens: got Tensor"),
+        (lambda x, m: mf.moe_sort_chunks_by_index(x, [1, 2], [1, 0]), "split_sizes: got list"),
+        (
+            lambda x, m: mf.moe_sort_chunks_by_index(x, torch.tensor([1, 2]), torch.ones(2)),
+            "sorted_index: got torch.float32",
+        ),
         (lambda x, m: mf.moe_permute_with_probs(x, m.float()[:, :1], m, 4), "probs: got"),
         (lambda x, m: mf.moe_unpermute(x, m.long(), x), "merging_probs: got"),
         (lambda x, m: mf.moe_unpermute(x, m.long(), restore_shape=(1, 1)), "restore_shape: got"),

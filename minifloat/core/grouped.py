@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ragged, spread
+from .. import apart, ragged, spread
 from ..formats import HIGH, Cast
 from ..grouped_gemm import Grouped, contraction, rows, sums
 from ..layout import part_names
@@ -31,7 +31,7 @@ from .group_probe import probed_group
 from .linear import DGRAD, FPROP, NONE, Call, Parts, Workspace, finish, product, stored
 from .probe import G_COL, G_ROW, W_COL, W_ROW, X_COL, X_ROW, dense, precise
 
-__all__ = ["GroupedLinear", "quantized_weights", "weight_operands", "wgrad"]
+__all__ = ["GroupedLinear", "kept_input", "quantized_weights", "weight_operands", "wgrad"]
 
 _QUANTIZED = (GroupedTensorStorage, QuantizedTensorStorage)
 
@@ -194,6 +194,19 @@ def _input_col(kept: list[Any], group: Members, call: Call, m: int) -> Grouped:
     return made
 
 
+def kept_input(x: Tensor, sizes: Tensor, scale: Tensor | None, call: Call) -> Parts:
+    """What forward keeps of its input for backward, from an `x` that was made again: the column
+    copy, by `scale` where scaling is delayed; with an override, the input itself."""
+    x = x.to(call.dtype)
+    if call.plan.override:
+        return x, None, None
+    live = None if scale is None else (scale, None)
+    group = spread.members(sizes, x.shape[0])
+    col = _cast(x, group, None, call.plan.x_col, live, call.seed)[1]
+    assert col is not None
+    return col[:3]
+
+
 def _gradient(grad: Tensor, group: Members, call: Call) -> tuple[Grouped | None, Grouped | None]:
     plan, (need_dx, need_dw, _) = call.plan, call.needs
     if plan.override:
@@ -248,14 +261,17 @@ def _weight_col(kept: list[Any], num: int, n: int, call: Call) -> Grouped:
     )
 
 
-def weight_operands(weight: Tensor, plan: Plan, live: Live | None, col: bool) -> Workspace:
-    """Both copies of weights `[E, N, K]` as a workspace keeps them."""
-    num, n, k = weight.shape
+def weight_operands(
+    weight: Tensor | list[Tensor], plan: Plan, live: Live | None, col: bool
+) -> Workspace:
+    """Both copies of weights `[E, N, K]`, or E weights `[N, K]`, as a workspace keeps them."""
     of_col = plan.w_col if col and not plan.col_from_row[1] else None
-    row, made = _cast(weight.reshape(num * n, k), num, plan.w_row, of_col, live)
+    flat = weight.reshape(-1, weight.shape[2]) if isinstance(weight, Tensor) else weight
+    num = len(weight)
+    row, made = _cast(flat, num, plan.w_row, of_col, live)
     assert row is not None
     if col and plan.col_from_row[1]:
-        again = _values(row, num, weight.dtype)
+        again = _values(row, num, weight[0].dtype)
         made = _cast(again, num, None, plan.w_col, None)[1]
     return row[:3], NONE if made is None else made[:3]
 
@@ -292,7 +308,7 @@ def _side_by_side(weights: list[Any], col: bool) -> Parts:
 
 # -------------------------------------------------------------------------------------------- casts
 def _cast(
-    x: Tensor,
+    x: Tensor | list[Tensor],
     group: Members | int,
     row: Cast | None,
     col: Cast | None,
@@ -301,7 +317,8 @@ def _cast(
 ) -> tuple[Grouped | None, Grouped | None]:
     """(row, column) operands of `x[M, K]`; None stays None. `live` casts with given scales.
 
-    `group` are the members of x, spread in the result; or how many equal ones it has.
+    `group` are the members of x, spread in the result; or how many equal ones it has, which may be
+    tensors of their own if they are to be codes.
     """
     if row is not None and col is not None and live is None and not one_call(row, col):
         return (
@@ -310,8 +327,9 @@ def _cast(
         )
     cast = row if row is not None else col
     assert cast is not None
-    m, k = x.shape
+    m, k = x.shape if isinstance(x, Tensor) else (len(x) * x[0].shape[0], x[0].shape[1])
     if cast.layout[0] is not torch.uint8:
+        assert isinstance(x, Tensor)
         x = x if cast.dtype is None else x.to(cast.dtype)
         return (
             None if row is None else Grouped(x, None, None, row, (m, k), False),
@@ -333,7 +351,7 @@ def _cast(
 
 
 def _parts_of(
-    x: Tensor,
+    x: Tensor | list[Tensor],
     group: Members | int,
     row: Cast | None,
     col: Cast | None,
@@ -341,6 +359,8 @@ def _parts_of(
     seed: Tensor | None,
 ) -> dict[str, Tensor]:
     """The buffers of a cast by the names of `layout.parts`."""
+    if not isinstance(x, Tensor):
+        return _parts_apart(x, row, col, live)
     if live is None:
         if not isinstance(group, int):
             return spread.quantize(x, group, row, col, seed=seed)
@@ -354,6 +374,19 @@ def _parts_of(
         made = ragged.quantize_scaled(x, None, group, scale, cast, **directions, seen=seen)
         return dict(zip(part_names(row, col), made, strict=False))
     return spread.quantize_scaled(x, group, scale, cast, **directions, seen=seen)
+
+
+def _parts_apart(
+    matrices: list[Tensor], row: Cast | None, col: Cast | None, live: Live | None
+) -> dict[str, Tensor]:
+    if live is None:
+        made = apart.quantize(matrices, row, col)
+    else:
+        cast = row if row is not None else col
+        assert cast is not None
+        directions = {"row": row is not None, "col": col is not None}
+        made = apart.quantize_scaled(matrices, live[0], cast, **directions, seen=live[1])
+    return dict(zip(part_names(row, col), made, strict=False))
 
 
 def _values(g: Grouped, group: Members | int, dtype: torch.dtype) -> Tensor:

@@ -69,7 +69,7 @@ class GroupedLinear(Experts, Projection):
         )
         if num_gemms < 1:
             raise ValueError(f"{where}: num_gemms: got {num_gemms}; it must be positive")
-        if use_grouped_tensor not in (None, True, False):
+        if use_grouped_tensor is not None and not isinstance(use_grouped_tensor, bool):
             raise TypeError(
                 f"{where}: use_grouped_tensor: got {type(use_grouped_tensor).__name__}; a bool or "
                 "None is needed"
@@ -232,6 +232,9 @@ class GroupedLinear(Experts, Projection):
         through: Any = inp.view_as(inp)
         through.register_hook(lambda grad: buffer.detach().copy_(grad))
         return through  # type: ignore[no-any-return]
+
+    def _fuses_wgrad(self) -> bool:
+        return self.fuse_wgrad_accumulation
 
     def _main_grad(
         self, weight: Any, owners: list[Any], first: bool | None

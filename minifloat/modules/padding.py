@@ -34,27 +34,29 @@ class _Splits(torch.nn.Module):
         self.num_gemms = num_gemms
         self.align_size = align_size
 
-    def _padded(self, m_splits: Sequence[int]) -> list[int]:
-        if len(m_splits) != self.num_gemms or any(m < 0 for m in m_splits):
+    def _padded(self, m_splits: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(the splits, the padded splits)."""
+        splits = [int(m) for m in m_splits]
+        if len(splits) != self.num_gemms or any(m < 0 for m in splits):
             raise DimsError(
-                f"m_splits: got {list(m_splits)}; {self.num_gemms} sizes, none negative, are needed"
+                f"m_splits: got {splits}; {self.num_gemms} sizes, none negative, are needed"
             )
         if self.align_size is None:
             recipe = STATE.recipe if STATE.recipe is not None else get_default_recipe()
             self.align_size = get_align_size_for_quantization(recipe)
-        return [rup(m, self.align_size) for m in m_splits]
+        return splits, [rup(m, self.align_size) for m in splits]
 
 
 class Fp8Padding(_Splits):
     """`forward(inp, m_splits)` -> (each split's rows padded with zeros, the padded splits)."""
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        padded = self._padded(m_splits)
-        _check_rows(inp, m_splits)
-        if padded == list(m_splits):
+        splits, padded = self._padded(m_splits)
+        _check_rows(inp, splits)
+        if padded == splits:
             return inp, m_splits
-        parts = torch.split(inp, list(m_splits))
-        rows = [pad(t, (0, 0, 0, p - m)) for t, m, p in zip(parts, m_splits, padded, strict=True)]
+        parts = torch.split(inp, splits)
+        rows = [pad(t, (0, 0, 0, p - m)) for t, m, p in zip(parts, splits, padded, strict=True)]
         return torch.cat(rows), padded
 
 
@@ -62,12 +64,12 @@ class Fp8Unpadding(_Splits):
     """`forward(inp, m_splits)` -> the rows of the splits, without what `Fp8Padding` added."""
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
-        padded = self._padded(m_splits)
+        splits, padded = self._padded(m_splits)
         _check_rows(inp, padded)
-        if padded == list(m_splits):
+        if padded == splits:
             return inp
         parts = torch.split(inp, padded)
-        return torch.cat([t.narrow(0, 0, m) for t, m in zip(parts, m_splits, strict=True)])
+        return torch.cat([t.narrow(0, 0, m) for t, m in zip(parts, splits, strict=True)])
 
 
 def _check_rows(inp: Tensor, splits: Sequence[int]) -> None:

@@ -111,9 +111,10 @@ class OperationFuser:
                 f"needed: {'; '.join(self._wants(wiring)) or 'no operation takes any'}"
             )
         for k, t in enumerate(extra_inputs):
-            if t is None:
+            if not isinstance(t, Tensor):
+                got = "None" if t is None else type(t).__name__
                 wanted = self._wants(wiring)[k]
-                raise TypeError(f"{wanted}: got None; a tensor is needed")
+                raise TypeError(f"{wanted}: got {got}; a tensor is needed")
         if basic_op_kwargs is None:
             basic_op_kwargs = [{} for _ in ops]
         if len(basic_op_kwargs) != len(ops):

@@ -20,11 +20,15 @@ from ..quantizers import Quantizer
 __all__ = ["allocate", "check_quantizer", "of_matrix", "of_members", "shares"]
 
 
+class QuantizerError(TypeError, ValueError):
+    """What is no quantizer cannot make members."""
+
+
 def check_quantizer(quantizer: Any) -> None:
     """Raise for a quantizer whose results cannot be members of a group."""
     name = type(quantizer).__name__
     if not isinstance(quantizer, Quantizer):
-        raise TypeError(f"quantizer: got {name}; a Quantizer is needed")
+        raise QuantizerError(f"quantizer: got {name}; a Quantizer is needed")
     if quantizer._storage_class is None:
         raise ValueError(
             f"quantizer: got {name}; one of this package that makes single quantized tensors is "

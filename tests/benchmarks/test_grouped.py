@@ -32,6 +32,7 @@ def test_a_row_of_each_recipe(name: str) -> None:
         assert row["equal"] == row["ours_equal_us"] / row["bf16_equal_us"]
         assert row["ragged"] == row["ours_zipf_us"] / row["ours_equal_us"]
         assert str(TINY) in grouped.line(row) and row["weights"] in grouped.line(row)
+        assert row["wgrad"] == ("values" if name in ("mxfp8", "nvfp4") else "codes")
 
 
 def test_both_compute_the_same() -> None:

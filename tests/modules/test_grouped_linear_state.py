@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import minifloat as mf
+from minifloat import ops
 from minifloat import recipe as recipes
 from minifloat.experts import together
 
@@ -115,6 +116,12 @@ def test_wrong_splits(splits: Any, match: str) -> None:
         layer(torch.randn(55, 48), splits)
 
 
+@pytest.mark.parametrize("splits", [None, [5.0, 0, 33, 17], 55])
+def test_splits_that_are_no_integers(splits: Any) -> None:
+    with pytest.raises(TypeError, match=r"GroupedLinear\(moe\): m_splits: got .*of integers"):
+        make(name="moe")(torch.randn(55, 48), splits)
+
+
 def test_wrong_sizes_in_a_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(make(), backend="aot_eager", fullgraph=True)
@@ -150,8 +157,9 @@ def test_unsupported(argument: str) -> None:
 def test_wrong_construction() -> None:
     with pytest.raises(ValueError, match="num_gemms: got 0"):
         mf.GroupedLinear(0, 48, 64, device="cpu")
-    with pytest.raises(TypeError, match="use_grouped_tensor: got str"):
-        make(use_grouped_tensor="yes")
+    for given, kind in (("yes", "str"), (1, "int"), (0, "int")):
+        with pytest.raises(TypeError, match=f"use_grouped_tensor: got {kind}"):
+            make(use_grouped_tensor=given)
     with pytest.raises(ValueError, match="parallel_mode"):
         make(parallel_mode="both")
     with pytest.raises(ValueError, match="bias with tp_size=2"):
@@ -182,8 +190,9 @@ def test_weights_that_are_apart_are_read_as_they_lie() -> None:
         lambda layer: layer.double(),
         lambda layer: layer.to(torch.bfloat16),
         lambda layer: layer.to_empty(device="cpu"),
+        lambda layer: layer.load_state_dict(make(**SINGLE).state_dict()),
     ],
-    ids=["double", "bf16", "to_empty"],
+    ids=["double", "bf16", "to_empty", "load"],
 )
 def test_a_module_that_moves_stays_together(move: Any) -> None:
     layer = make()
@@ -198,6 +207,97 @@ def test_meta_weights_come_together() -> None:
     layer.reset_parameters()
     if layer.weight0.device.type == "cpu":
         assert together(weights(layer)).data_ptr() == layer.weight0.data_ptr()
+
+
+def test_a_copy_is_together_like_the_original() -> None:
+    layer, lost = make(), make()
+    lost.weight2 = torch.nn.Parameter(torch.randn(64, 48))
+    model = torch.nn.ModuleList([layer, lost, layer])
+    model.tied = layer.weight1
+    made: Any = copy.deepcopy(model)
+    assert made[0] is made[2] and made.tied is made[0].weight1
+    for old, new, shared in ((layer, made[0], True), (lost, made[1], False)):
+        assert [n for n, _ in old.named_parameters()] == [n for n, _ in new.named_parameters()]
+        for a, b in zip(old.parameters(), new.parameters(), strict=True):
+            assert torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+        found = together(weights(new))
+        assert (found.data_ptr() == new.weight0.data_ptr()) == shared
+    with torch.no_grad():
+        made[0].weight1.add_(1.0)
+    assert not torch.equal(layer.weight1, made[0].weight1)
+    frozen = make(**SINGLE)
+    assert torch.equal(copy.deepcopy(frozen).weight, frozen.weight)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("which", ["module", "op"])
+def test_weights_become_one(quantized: bool, which: str) -> None:
+    recipe = recipes.Float8CurrentScaling()
+    init = mf.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True)
+    with init if quantized else contextlib.nullcontext():
+        if which == "module":
+            layer: Any = make(parallel_mode="row")
+        else:
+            layer = ops.GroupedLinear(4, 48, 64, device="cpu")
+    x = torch.randn(55, 48)
+    given = torch.tensor(SPLITS)
+    with mf.autocast(recipe=recipe):
+        before = layer(x, given)
+    values = [w.dequantize() if quantized else w.detach() for w in weights(layer)]
+    at = layer.weight0.data_ptr()
+    assert layer.make_grouped_weights() is None
+    assert layer.single_grouped_weight and layer.weight0 is None and layer.weight3 is None
+    assert layer.weight.shape == (4, 64, 48) and layer.weight.requires_grad
+    assert layer.weight.partition_dim == (2 if which == "module" else 1)
+    held = layer.weight.dequantize() if quantized else layer.weight
+    assert torch.equal(held, torch.stack(values))
+    if quantized:
+        assert isinstance(layer.weight, mf.GroupedTensor)
+        assert layer.weight.get_high_precision_init_val().shape == (4, 64, 48)
+    else:
+        assert layer.weight.data_ptr() == at  # not copied
+    with mf.autocast(recipe=recipe):
+        assert torch.equal(layer(x, given), before)
+    layer.make_grouped_weights(defer_init=True)  # nothing is left to do
+
+
+def test_initial_values_of_some_weights() -> None:
+    with mf.quantized_model_init(
+        recipe=recipes.MXFP8BlockScaling(), preserve_high_precision_init_val=True
+    ):
+        layer = make()
+    layer.weight2.clear_high_precision_init_val()
+    with pytest.raises(RuntimeError, match="make_grouped_weights: some of the weights"):
+        layer.make_grouped_weights()
+    assert layer.weight0 is not None and not layer.single_grouped_weight
+
+
+@pytest.mark.parametrize("kwargs", [{}, SINGLE], ids=["discrete", "single"])
+def test_gradients_that_come_later_are_marked(kwargs: Any) -> None:
+    """What hooks of data parallelism look for."""
+    for later in (False, True):
+        layer = make(delay_wgrad_compute=later, **kwargs)
+        for name, p in layer.named_parameters():
+            marked = getattr(p, "skip_backward_post_hook", False)
+            assert marked == (later and name.startswith("weight"))
+
+
+def test_weights_of_several_shapes() -> None:
+    layer = make(bias=False)
+    layer.weight2 = torch.nn.Parameter(torch.randn(32, 48))
+    match = r"weights: got shapes \[\(32, 48\), \(64, 48\)\]; all experts must have one"
+    for call in (layer.make_grouped_weights, lambda: layer(torch.randn(55, 48), SPLITS)):
+        with pytest.raises(ValueError, match=match):
+            call()
+    assert layer.weight2 is not None
+
+
+def test_weights_with_live_scales_stay_apart() -> None:
+    with mf.quantized_model_init(recipe=recipes.DelayedScaling()):
+        layer = make()
+    with pytest.warns(UserWarning, match="make_grouped_weights: .* so the weights stay apart"):
+        layer.make_grouped_weights()
+    assert layer.weight0 is not None and not layer.single_grouped_weight
 
 
 @pytest.mark.parametrize("how", ["replaced", "transposed", "swapped", "copied"])

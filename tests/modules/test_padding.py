@@ -21,6 +21,13 @@ def test_there_and_back() -> None:
     assert bool((grad == 2).all())
 
 
+def test_splits_of_a_tensor() -> None:
+    x, splits = torch.randn(12, 3), torch.tensor([5, 0, 7])
+    padded, sizes = mf.Fp8Padding(3, 4)(x, splits)
+    assert sizes == [8, 0, 8] and all(type(m) is int for m in sizes)
+    assert torch.equal(mf.Fp8Unpadding(3, 4)(padded, splits), x)
+
+
 def test_nothing_to_pad_is_the_same_object() -> None:
     x, splits = torch.randn(12, 3), [4, 8]
     padded, sizes = mf.Fp8Padding(2, 4)(x, splits)

@@ -121,6 +121,9 @@ def test_the_number_of_extra_inputs_is_checked() -> None:
         OperationFuser([ops.GELU(), ops.AddExtraInput()])(torch.ones(2))
     with pytest.raises(ValueError, match="got 1, 0 are needed"):
         ops.GELU()(torch.ones(2), torch.ones(2))
+    message = r"AddExtraInput \(op 0 of 1\), extra input 0: got list; a tensor is needed"
+    with pytest.raises(TypeError, match=message):
+        ops.AddExtraInput()(torch.ones(2), [1.0, 1.0])
     with pytest.raises(ValueError, match="basic_op_kwargs: got 2 for 1"):
         OperationFuser([ops.GELU()])(torch.ones(2), basic_op_kwargs=[{}, {}])
     with pytest.raises(TypeError, match="ops: got Linear"):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import scalars, spread
+from ... import scalars
 from ...core import grouped
 from ...core.linear import Call
 from ...experts import QUANTIZED, Experts, Later, as_operands, watched
@@ -205,6 +205,9 @@ class GroupedLinear(Experts, QuantizedOperation):
         )
         return {"begun": begun, "call": call}
 
+    def _fuses_wgrad(self) -> bool:
+        return self._accumulate_into_main_grad
+
     def _defers(self, needs_wgrad: bool) -> bool:
         if not (self.wgrad_store.enabled and needs_wgrad):
             return False
@@ -235,8 +238,8 @@ class GroupedLinear(Experts, QuantizedOperation):
         if again is not None:
             call = _forgetful(call)
         fused = bias if factors is None else None
-        tensors = (sizes, x, fused, *self._together(call))
-        y, kept, _ = grouped.GroupedLinear.forward(call, tensors)
+        weights, call = self._together(call)
+        y, kept, _ = grouped.GroupedLinear.forward(call, (sizes, x, fused, *weights))
         if factors is not None:
             y = y + (bias[_owners(sizes, y.shape[0])] * factors[:, None]).to(y.dtype)
         y = y.reshape(*input_.shape[:-1], self.out_features)
@@ -275,12 +278,12 @@ class GroupedLinear(Experts, QuantizedOperation):
             )
         return given.reshape(-1)
 
-    def _together(self, call: Call) -> list[Any]:
-        """The weights as `core.grouped` takes them."""
+    def _together(self, call: Call) -> tuple[list[Any], Call]:
+        """The weights as `core.grouped` takes them, and the call."""
         owners = self._weights()
         if call.workspace is None:
             owners = [self._read(w, call.dtype, call.plan) for w in owners]
-        return owners if self.single_grouped_weight else as_operands(owners)
+        return (owners, call) if self.single_grouped_weight else as_operands(owners, call)
 
     def fuser_forward_save_ctx(
         self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Saved, **fwd_kwargs: Any
@@ -313,7 +316,7 @@ class GroupedLinear(Experts, QuantizedOperation):
                 of_factors = (g.float() * rows.float()).sum(1).to(factors.dtype)
                 of_factors = of_factors.reshape(ctx.of_scales)
         if ctx.producer is not None:
-            made = _remembered(scaled(h, by, ctx.producer), sizes, scale, call)
+            made = grouped.kept_input(scaled(h, by, ctx.producer), sizes, scale, call)
             kept = [*kept[: ctx.at], *made, *kept[ctx.at + 3 :]]
         del h
         _, dx, of_bias, dw = grouped.GroupedLinear.backward(call, 1, kept, (g,))
@@ -362,19 +365,6 @@ def _forgetful(call: Call) -> Call:
     if x is not None and call.needs[1]:
         call = call._replace(live=((scalars.snapshot(x[0]), x[1]), *call.live[1:]))
     return call._replace(save_input=True)
-
-
-def _remembered(x: Tensor, sizes: Tensor, scale: Tensor | None, call: Call) -> list[Tensor | None]:
-    """What backward finds of its input `x`, which was made again: the column copy, as forward would
-    have kept it, or with an override the input itself."""
-    x = x.to(call.dtype)
-    if call.plan.override:
-        return [x, None, None]
-    group = spread.members(sizes, x.shape[0])
-    live = None if scale is None else (scale, None)
-    col = grouped._cast(x, group, None, call.plan.x_col, live, call.seed)[1]
-    assert col is not None
-    return [col.data, col.scale, col.amax]
 
 
 def _eager(buffer: Tensor, name: str) -> Tensor:
