@@ -18,6 +18,8 @@ from minifloat import recipe
 from minifloat.convert.fusion import PATTERNS
 from minifloat.convert.fusion.norms import NormSpec, norm_spec
 
+from ..tensors import world
+
 MX = recipe.MXFP8BlockScaling()
 RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=4),
@@ -380,9 +382,7 @@ def test_a_change_undoes_the_fusion(how: str) -> None:
 @pytest.mark.parametrize("unit", ("block", "mlp"))
 def test_fully_shard(unit: str) -> None:
     """A block may be a unit, or the MLP inside, whose hooks take it away from its norm."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with world.alone():
         model, whole = converted(fuse=True), converted(fuse=True)
         mesh = init_device_mesh("cpu", (1,))
         for block in model.blocks:
@@ -396,8 +396,6 @@ def test_fully_shard(unit: str) -> None:
         assert distance(y, expected) < 1e-6
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
             assert distance(p.grad.full_tensor(), q.grad) < 1e-5
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_hooks_see_what_they_saw() -> None:
