@@ -42,7 +42,8 @@ def run(work: Any, data: Any, *tensors: Any) -> Any:
 def chain(links: tuple[Link, ...], x: Tensor, *params: Tensor | None) -> Any:
     """Run the links on `x`; `params` are those of all links, in order.
 
-    The result is a tensor, or (it, what each `Tap` saw) where there are taps.
+    The result is a tensor, or (it, what each `Tap` saw) where there are taps, or what a link that
+    splits made.
     """
     return run(_Links, links, x, *params)
 
@@ -136,13 +137,16 @@ class _Links:
         taps = []
         at = 0
         for op, call in links:
-            y, kept = op.compute(y, params[at : at + op.params], call)
-            at += op.params
+            taken = op.takes(call)
+            y, kept = op.compute(y, params[at : at + taken], call)
+            at += taken
             saved.extend(kept)
             counts.append(len(kept))
             lead = op.leading(lead, call)
             if op.taps:
                 taps.append(_unfolded(y, lead))
+        if links[-1][0].splits:
+            return tuple([_unfolded(part, lead) for part in y]), saved, (counts, x.shape)
         y = _unfolded(y, lead)
         return ((y, *taps) if taps else y), saved, (counts, x.shape)
 
@@ -154,6 +158,8 @@ class _Links:
         left = list(grads[1:])
         of_params: tuple[Any, ...] = ()
         g: Any = _folded(grads[0])
+        if links[-1][0].splits:
+            g = [_folded(part) for part in grads]
         for (op, call), count in zip(reversed(links), reversed(counts), strict=True):
             start = len(saved) - count
             kept = saved[start:]

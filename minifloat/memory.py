@@ -19,6 +19,7 @@ from .modules import LayerNormLinear, LayerNormMLP, Linear
 from .modules.projection import Projection
 from .recipe import Recipe, get_default_recipe
 from .recipe.autocast import autocast
+from .recipe.base import check_recipe
 from .tensors import QuantizedTensorStorage
 
 __all__ = ["LayerMemory", "MemoryReport", "kept_per_token", "memory_report"]
@@ -106,12 +107,9 @@ def memory_report(
     `model`: then it has been left out, and stays as it is. Nothing is computed, and `model` is not
     changed. Activations have the parameters' dtype; under torch.autocast, its.
     """
-    default = get_default_recipe() if recipe is None else recipe
-    if not isinstance(default, Recipe):
-        raise TypeError(
-            f"recipe: got {type(recipe).__name__}; a recipe of minifloat.recipe is needed, such as "
-            "Float8CurrentScaling()"
-        )
+    default = get_default_recipe() if recipe is None else check_recipe(recipe, "recipe")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}; an nn.Module is needed")
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, *OURS))]
     converted = any(isinstance(m, OURS) for _, m in found)
     layers = []

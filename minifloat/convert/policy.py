@@ -13,7 +13,7 @@ from ..modules import LayerNormLinear, LayerNormMLP, Linear
 from ..recipe import Recipe
 from ..tensors import QuantizedTensorStorage
 
-__all__ = ["OURS", "Choice", "Filter", "Patterns", "check_recipe", "choose"]
+__all__ = ["OURS", "Choice", "Filter", "Patterns", "choose"]
 
 Filter = Callable[[str, nn.Module], bool]
 OURS = (Linear, LayerNormLinear, LayerNormMLP)
@@ -56,15 +56,6 @@ class Patterns:
             for pattern in self.recipes
             if pattern not in self.decided
         }
-
-
-def check_recipe(recipe: Any, what: str) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
-    made = isinstance(recipe, type) and issubclass(recipe, Recipe)
-    fix = f"make one: {recipe.__name__}()" if made else "such as Float8CurrentScaling()"
-    given = recipe.__name__ if isinstance(recipe, type) else repr(recipe)
-    raise TypeError(f"{what}: got {given}; a recipe of minifloat.recipe is needed, {fix}")
 
 
 def choose(

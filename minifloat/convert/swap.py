@@ -9,7 +9,8 @@ from torch import nn
 
 from ..modules import Linear
 from ..recipe import Recipe, get_default_recipe
-from .policy import OURS, Filter, Patterns, check_recipe, choose
+from ..recipe.base import check_recipe
+from .policy import OURS, Filter, Patterns, choose
 
 if TYPE_CHECKING:
     from .report import ConversionReport
@@ -45,8 +46,8 @@ def convert(
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; an nn.Module is needed")
-    if tokens < 1:
-        raise ValueError(f"tokens: got {tokens}; at least 1 is needed")
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"tokens: got {tokens!r}; a whole number, at least 1, is needed")
     if filter is not None and not callable(filter):
         raise TypeError(
             f"filter: got {type(filter).__name__}; a function (name, module) -> bool is needed"

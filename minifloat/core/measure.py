@@ -51,6 +51,7 @@ class Number(IntEnum):
 
 _FORMATS = {name: i for i, name in enumerate(FORMATS, 1)}
 COLUMN_SLOTS = 3  # the first of the column copies: see probe.py
+_FEATURES = {1: 0, 2: 1, 3: 1, 4: 0}  # the dim of output features, in slots that have one
 
 
 def numbers(slots: int, device: torch.device) -> Tensor:
@@ -60,30 +61,63 @@ def numbers(slots: int, device: torch.device) -> Tensor:
     return made
 
 
-def measured(
-    o: Operand, source: Tensor | None, seed: Tensor | None, into: Tensor, slot: int
+def measured(  # noqa: PLR0913  (the operator's arguments)
+    o: Operand,
+    source: Tensor | None,
+    seed: Tensor | None,
+    into: Tensor,
+    slot: int,
+    rest: Sequence[Tensor] = (),
+    sizes: Sequence[int] = (),
 ) -> Tensor:
-    """`o.data`, once `into[slot]` knows of it; in a graph too, each time that it runs."""
+    """`o.data`, once `into[slot]` knows of it; in a graph too, each time that it runs.
+
+    Layers that share a product have `sizes` features each, and `rest` is for those after the first:
+    each is told of its own part of a weight and of a gradient, and of the whole input.
+    """
+    arguments = (source, seed, into, slot, list(rest), list(sizes))
     if library.traced():
-        return library.op("measured")(*o, source, seed, into, slot)  # type: ignore[no-any-return]
+        return library.op("measured")(*o, *arguments)  # type: ignore[no-any-return]
     with torch.no_grad():
-        add(o, source, seed, into, slot)
+        add(o, *arguments)
     return o.data
 
 
 # ----------------------------------------------------------------------------------- the arithmetic
-def add(o: Operand, source: Tensor | None, seed: Tensor | None, into: Tensor, slot: int) -> None:
+def add(  # noqa: PLR0913  (the operator's arguments)
+    o: Operand,
+    source: Tensor | None,
+    seed: Tensor | None,
+    into: Tensor,
+    slot: int,
+    rest: Sequence[Tensor] = (),
+    sizes: Sequence[int] = (),
+) -> None:
     """Add what the cast of `source` to `o` did to the numbers of a slot."""
     alpha = gemm._alpha(o)
     v = gemm.values(o, torch.float32)
     s = None if source is None else _oriented(source, o.cast, slot)
     coded = _coded(o, source, seed, slot)
     v = v if alpha is None else v * alpha
-    if coded is None:
-        count(into, slot, o.cast, v, s)
+    largest = scale = None
+    if coded is not None:
+        largest, scale = largest_codes(coded), scales(coded, v.shape, gemm._alpha(coded))
+    views = (v, s, largest, scale)
+    if not rest:
+        count(into, slot, o.cast, *views)
         return
-    scale = scales(coded, v.shape, gemm._alpha(coded))
-    count(into, slot, o.cast, v, s, largest_codes(coded), scale)
+    at = 0
+    for held, size in zip((into, *rest), sizes, strict=True):
+        count(held, slot, o.cast, *(_part(t, v, slot, at, size) for t in views))
+        at += size
+
+
+def _part(t: Any, whole: Tensor, slot: int, at: int, size: int) -> Any:
+    """What one of several layers has of a view of `whole`, which a scale may be broadcast to."""
+    dim = _FEATURES.get(slot)
+    if dim is None or t is None or t.dim() < 2 or t.shape[dim] != whole.shape[dim]:
+        return t
+    return t.narrow(dim, at, size)
 
 
 def count(  # noqa: PLR0913  (the views of one matrix)
@@ -213,7 +247,7 @@ library.define(
     (
         (
             f"measured({_PARTS}, SymInt columns, bool viewed, Tensor? source, Tensor? seed, "
-            "Tensor into, int slot) -> Tensor",
+            "Tensor into, int slot, Tensor[] rest, int[] sizes) -> Tensor",
             _measured,
             _measured_fake,
         ),

@@ -32,6 +32,7 @@ __all__ = [
     "precise",
     "probed",
     "source_of",
+    "together",
     "value",
 ]
 
@@ -43,11 +44,25 @@ _QUANTIZED = (QuantizedTensorStorage, GroupedTensorStorage)
 class Probe(NamedTuple):
     """`numbers[SLOTS, Number]` receives what casts do. `precise` says which of (fprop, dgrad,
     wgrad) multiply what their operands were cast from. `weight` is what a quantized parameter was
-    cast from, if somebody has it."""
+    cast from, if somebody has it. `sizes` are the features of layers whose outputs are made by one
+    product, and `rest` the numbers of those after the first."""
 
     numbers: Tensor | None
     precise: tuple[bool, bool, bool] = (False, False, False)
     weight: Tensor | None = None
+    sizes: tuple[int, ...] = ()
+    rest: tuple[Tensor, ...] = ()
+
+
+def together(probes: list[Any], sizes: tuple[int, ...]) -> Probe | None:
+    """The probe of one product that is several layers': each gets the numbers of its own part.
+
+    The probes agree on what is precise. Their layers are watched all, or none of them is.
+    """
+    first = probes[0]
+    if first is None or first.numbers is None:
+        return first  # type: ignore[no-any-return]
+    return Probe(first.numbers, first.precise, None, sizes, tuple([p.numbers for p in probes[1:]]))
 
 
 def precise(product: int, call: Any) -> bool:
@@ -83,7 +98,8 @@ def probed(slot: int, o: Operand, source: Any, call: Any) -> Operand:
     from .measure import measured  # whoever made the numbers has loaded it
 
     seen = source_of(slot, source, probe)
-    return o._replace(data=measured(o, seen, call.seed, probe.numbers, slot))
+    into = (probe.numbers, slot, probe.rest, probe.sizes)
+    return o._replace(data=measured(o, seen, call.seed, *into))
 
 
 def source_of(slot: int, source: Any, probe: Probe) -> Any:

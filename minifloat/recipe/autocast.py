@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .available import get_default_recipe
-from .base import Recipe
+from .base import Recipe, check_recipe
 from .delayed import DelayedState, update
 from .plan import DelayedUpdate, Plan
 from .replay import in_first_run
@@ -103,11 +103,8 @@ class autocast:  # noqa: N801  (the contract's name)
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipe: got {type(recipe).__name__}; a recipe of minifloat.recipe is needed, "
-                "such as Float8CurrentScaling()"
-            )
+        if recipe is not None:
+            check_recipe(recipe, "recipe")
         self.enabled = enabled
         self.calibrating = calibrating
         self.recipe = recipe
@@ -179,8 +176,8 @@ class quantized_model_init:  # noqa: N801  (the contract's name)
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe: got {type(recipe).__name__}; a minifloat.recipe is needed")
+        if recipe is not None:
+            check_recipe(recipe, "recipe")
         self.enabled = enabled
         self.recipe = recipe
         self.preserve = preserve_high_precision_init_val

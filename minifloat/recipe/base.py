@@ -7,6 +7,7 @@ by `==` and runs its methods for real while it traces. It reads no environment.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from .plan import Plan
 
-__all__ = ["OVERRIDES", "Recipe", "RoleKey", "Roles", "register_recipe"]
+__all__ = ["OVERRIDES", "Recipe", "RoleKey", "Roles", "check_recipe", "register_recipe"]
 
 T = TypeVar("T", bound="type[Recipe]")
 
@@ -174,6 +175,24 @@ def _classes(cls: type[Recipe]) -> Iterator[type[Any]]:
     yield cls
     for sub in cls.__subclasses__():
         yield from _classes(sub)
+
+
+def check_recipe(recipe: Any, what: str) -> Recipe:
+    """`recipe`, if it is one; TypeError lists those that there are, and the nearest to a name."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    raise TypeError(_no_recipe(recipe, what))
+
+
+def _no_recipe(value: Any, what: str) -> str:
+    given = value.__name__ if isinstance(value, type) else repr(value)
+    said = f"{what}: got {given}; a recipe of minifloat.recipe is needed"
+    if isinstance(value, type) and issubclass(value, Recipe):
+        return f"{said}, make one: {given}()"
+    names = {c.__name__.lower(): f"{c.__name__}()" for c in _classes(Recipe) if c._fields}
+    near = difflib.get_close_matches(str(value).lower(), names, 1, 0.4)
+    hint = f"; did you mean {names[near[0]]}?" if isinstance(value, str) and near else ""
+    return f"{said}, such as {', '.join(names.values())}{hint}"
 
 
 def register_recipe(cls: T) -> T:

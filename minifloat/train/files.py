@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 from .errors import TrainError
 
 __all__ = ["explained", "write", "write_json", "write_text"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, the size of a file
 
 
 def write(path: Path, fill: Callable[[str], None]) -> None:
@@ -32,20 +35,34 @@ def write(path: Path, fill: Callable[[str], None]) -> None:
     except OSError as error:
         raise explained(path, error) from error
     except Exception as error:
-        if "No space left" in str(error):  # safetensors has an exception of its own
-            raise explained(path, OSError(errno.ENOSPC, "No space left on device")) from error
-        raise
+        told = _system_error(error)
+        if told is None:
+            raise
+        raise explained(path, told) from error
     finally:
         if os.path.exists(name):
             os.unlink(name)
 
 
+def _system_error(error: Exception) -> OSError | None:
+    """The system's error in an exception of those who write tensors; None if there is none.
+
+    safetensors gives its number, and torch.save tells that a write failed, but not why.
+    """
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if found is not None:
+        return OSError(int(found[1]), os.strerror(int(found[1])))
+    if "inline_container.cc" in str(error):
+        return OSError(errno.EIO, "torch.save could not write all of it; is there room?")
+    return None
+
+
 def explained(path: Path, error: OSError) -> TrainError:
     """What went wrong with `path`, in a sentence."""
-    if error.errno == errno.ENOSPC:
+    if error.errno in _FULL:
         return TrainError(
-            f"{path}: the disk is full, and nothing was overwritten: make room, then --resume"
-            " goes on from the last checkpoint"
+            f"{path}: the disk is full, and nothing was overwritten: make room; --resume goes on"
+            " from the last checkpoint, if --checkpoint-dir was given"
         )
     return TrainError(f"{path}: cannot be written: {error.strerror or error}")
 

@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar of rich on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar on a terminal, of rich where it is installed; else plain lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from types import TracebackType
 from typing import Any
 
 __all__ = ["Progress"]
+
+
+WIDTH = 24  # of a bar that rich does not draw
 
 
 def _clock(seconds: float) -> str:
@@ -25,7 +28,8 @@ class Progress:
         self.bar: Any = None
         self.task: Any = None
         self.loss = float("nan")
-        if not quiet and sys.stdout.isatty() and find_spec("rich") is not None:
+        self.live = not quiet and sys.stdout.isatty()
+        if self.live and find_spec("rich") is not None:
             from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
@@ -55,16 +59,26 @@ class Progress:
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
+        elif self.live and self.done > self.start:
+            print(flush=True)  # the line stays
 
     def step(self, done: int, loss: float, speed: float | None) -> None:
         """`done` steps are done, the last with `loss`, at `speed` tokens/s if that is known."""
+        self.done = done
         spent = time.perf_counter() - self.began
         left = spent / max(1, done - self.start) * (self.steps - done)
         if self.bar is not None:
             self.bar.update(self.task, completed=done, loss=loss, speed=speed or 0.0)
-        elif not self.quiet:
+            return
+        said = f"loss {loss:.4f}"
+        if speed:
+            said += f"  {speed:>9,.0f} tokens/s  ETA {_clock(left)}"
+        if self.live:
+            full = WIDTH * done // self.steps
+            bar = "#" * full + "-" * (WIDTH - full)
+            # Back to the start of the line, over what is there, and nothing left behind it.
             print(
-                f"{self.name:>10}  step {done:>5}/{self.steps}  loss {loss:.4f}"
-                + (f"  {speed:>9,.0f} tokens/s  ETA {_clock(left)}" if speed else ""),
-                flush=True,
+                f"\r{self.name:>10} [{bar}] {done}/{self.steps}  {said}\033[K", end="", flush=True
             )
+        elif not self.quiet:
+            print(f"{self.name:>10}  step {done:>5}/{self.steps}  {said}", flush=True)

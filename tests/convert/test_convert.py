@@ -423,6 +423,7 @@ def test_layers_of_a_good_size_are_faster() -> None:
     ("arguments", "message"),
     (
         ({"recipe": "fp8"}, r"recipe: got 'fp8'; a recipe of minifloat\.recipe is needed, such as"),
+        ({"recipe": "mxfp8"}, r"Float8BlockScaling\(\), .*did you mean MXFP8BlockScaling\(\)\?"),
         ({"recipe": recipe.MXFP8BlockScaling}, r"make one: MXFP8BlockScaling\(\)"),
         ({"recipes": {"a.*": 8}}, r"recipes\['a\.\*'\]: got 8"),
         ({"filter": "head"}, "filter: got str"),
@@ -441,6 +442,13 @@ def test_other_errors() -> None:
         minifloat.convert(lambda x: x)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokens: got 0"):
         minifloat.convert(Model(), tokens=0)
+    with pytest.raises(ValueError, match="tokens: got 'many'; a whole number"):
+        minifloat.convert(Model(), tokens="many")  # type: ignore[arg-type]
+    for fuse in (3, "norm_linea", ["norm_linear", "norm_linea"]):
+        with pytest.raises(
+            ValueError, match=r"fuse: got (3; allowed|'norm_linea'.*'norm_linear'\?)"
+        ):
+            minifloat.convert(Model(), fuse=fuse)  # type: ignore[arg-type]
 
 
 def test_a_filter_that_raises_changes_nothing() -> None:

@@ -18,6 +18,8 @@ from minifloat import recipe
 from minifloat.convert.fusion import PATTERNS
 from minifloat.convert.fusion.norms import NormSpec, norm_spec
 
+from ..tensors import world
+
 MX = recipe.MXFP8BlockScaling()
 RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=4),
@@ -185,12 +187,20 @@ def test_copies_and_pickles() -> None:
             assert torch.equal(value, expected[name]), name
 
 
+def test_a_part_that_is_copied_alone_is_a_part_by_itself() -> None:
+    model, plain = converted(fuse=True), converted()
+    x = torch.randn(3, K)
+    for name in ("first_norm", "norm", "mix", "mlp"):
+        alone = copy.deepcopy(model.blocks[0].get_submodule(name))
+        assert distance(alone(x), plain.blocks[0].get_submodule(name)(x)) < 1e-5, name
+
+
 def test_one_pattern_alone() -> None:
     for name in ("gated_mlp", "mlp", "norm_linear"):
         model = Model()
         report = minifloat.convert(model, MX, skip_ends=False, fuse=name)
         assert {fusion.pattern for fusion in report.fused.values()} <= {name}
-        assert len(report.fused) == {"gated_mlp": 3, "mlp": 0, "norm_linear": 6}[name]
+        assert len(report.fused) == {"gated_mlp": 3, "mlp": 0, "norm_linear": 8}[name]
     assert minifloat.convert(Model(), MX).fused == {}
 
 
@@ -372,9 +382,7 @@ def test_a_change_undoes_the_fusion(how: str) -> None:
 @pytest.mark.parametrize("unit", ("block", "mlp"))
 def test_fully_shard(unit: str) -> None:
     """A block may be a unit, or the MLP inside, whose hooks take it away from its norm."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with world.alone():
         model, whole = converted(fuse=True), converted(fuse=True)
         mesh = init_device_mesh("cpu", (1,))
         for block in model.blocks:
@@ -388,8 +396,6 @@ def test_fully_shard(unit: str) -> None:
         assert distance(y, expected) < 1e-6
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
             assert distance(p.grad.full_tensor(), q.grad) < 1e-5
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_hooks_see_what_they_saw() -> None:
@@ -493,9 +499,10 @@ def test_other_reasons() -> None:
     assert "has hooks" in report(lambda m: m.mlp.up_proj.register_forward_hook(print))["mlp"]
     skipped = report(lambda m: None, recipes={"*.up_proj": None})
     assert skipped["mlp"] == "mlp.up_proj is not converted"
-    assert "mlp.gate_proj, mlp.up_proj read it" in skipped["norm"]
+    assert skipped["norm"] == "mlp.up_proj is not converted"
     differ = report(lambda m: None, recipes={"*.up_proj": RECIPES["block"]})
     assert differ["mlp"] == "its gate and up layers have different recipes"
+    assert differ["norm"] == "mlp.gate_proj, mlp.up_proj read it, and have different recipes"
     shared = report(lambda m: setattr(m, "again", m.mlp.up_proj))
     assert "more than once" in shared["mlp"]
 

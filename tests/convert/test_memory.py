@@ -101,5 +101,5 @@ def test_nothing_is_run_and_nothing_changes() -> None:
 
 
 def test_a_wrong_recipe() -> None:
-    with pytest.raises(TypeError, match="recipe: got str"):
+    with pytest.raises(TypeError, match="recipe: got 'fp8'"):
         minifloat.memory_report(Model(), "fp8")  # type: ignore[arg-type]

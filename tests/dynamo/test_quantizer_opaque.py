@@ -35,6 +35,7 @@ from ..quantizers.cases import (
     delayed,
     sample,
 )
+from ..tensors import world
 
 compiles = pytest.mark.skipif(not opaque.AVAILABLE, reason="this PyTorch has no opaque objects")
 values = pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
@@ -686,14 +687,9 @@ def test_the_frozen_flag_is_not_guarded_on() -> None:
 
 # -------------------------------------------------------------------------------- process groups
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[Any]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
+def group() -> Iterator[Any]:
+    with world.alone() as made:
+        yield made
 
 
 @compiles

@@ -99,13 +99,17 @@ def test_a_converted_gate() -> None:
         same(alone, step(net))
     with minifloat.inspect(plain) as apart:
         step(plain)
-    gate, down = seen.layers["gate_proj"], seen.layers["down_proj"]
-    assert list(gate.operands) == list(down.operands) == list(OPERANDS)
-    # One product: the gate's, which has both weights.
-    assert gate.operands["weight.row"].elements == 2 * 96 * 64
-    assert seen.layers["up_proj"].operands == {}
-    of_plain = apart.layers["up_proj"].operands["input.row"]
-    assert gate.operands["input.row"].sqnr == pytest.approx(of_plain.sqnr)
-    found = minifloat.bisect(net, lambda: step(net)["loss"])
-    assert {e.layer for e in found.effects} == {"gate_proj", "down_proj"}
-    assert found.skipped == ("up_proj",)
+    # One product, and each layer's own part of it.
+    for name, layer in seen.layers.items():
+        assert list(layer.operands) == list(OPERANDS)
+        for operand, told in apart.layers[name].operands.items():
+            of = layer.operands[operand]
+            assert (of.elements, of.casts) == (told.elements, told.casts), (name, operand)
+            # The gradient of a gate by itself is rounded to bf16 on the way.
+            assert of.sqnr == pytest.approx(told.sqnr, rel=1e-2), (name, operand)
+            assert of.amax == pytest.approx(told.amax, rel=1e-2), (name, operand)
+    found = minifloat.bisect(net, lambda: step(net)["loss"], gemms=True)
+    assert {(e.layer, e.gemm) for e in found.effects} == {
+        (n, g) for n in seen.layers for g in GEMMS
+    }
+    assert found.skipped == ()

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import minifloat
-from minifloat.recipe.delayed import DelayedState
 
-from .test_linear_graphs import EVERY, same
+from .graphs import EVERY, Captured, copies, same
 
 ROWS, HIDDEN, WIDE = 192, 256, 384
 SUMS = ("bias.grad", "fc2_bias.grad")
@@ -74,15 +73,6 @@ def gradient(way: str, device: str = "cuda") -> Tensor:
     return torch.linspace(-1, 1, ROWS * n, device=device).reshape(ROWS, n).bfloat16()
 
 
-def copies(layer: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Everything a step leaves, by name, safe from the next one."""
-    assert x.grad is not None
-    found = {"output": y.detach(), "input.grad": x.grad}
-    found |= {f"{name}.grad": p.grad for name, p in layer.named_parameters()}
-    found |= dict(layer.named_buffers())
-    return {name: t.clone() for name, t in found.items()}
-
-
 def step(
     call: Callable[..., Any], layer: Any, way: str, seed: int, recipe: Any, **forward: Any
 ) -> dict[str, Tensor]:
@@ -135,49 +125,6 @@ def change(layer: Any, seed: int) -> None:
                 p.mul_(1.0 + seed / 8)
 
 
-class Captured:
-    """Forward and backward of a layer in a CUDA graph, the autocast inside."""
-
-    def __init__(self, layer: Any, way: str, recipe: Any, **forward: Any) -> None:
-        self.layer, self.recipe, self.forward = layer, recipe, forward
-        self.x, self.g = sample(0).requires_grad_(), gradient(way)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.clear()
-                self.run()
-        torch.cuda.current_stream().wait_stream(side)
-        self.clear()
-        for state in layer.modules():
-            if isinstance(state, DelayedState):
-                state.reset()  # of what the warm-up recorded
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.y = self.run()
-        # A replay writes the gradients that the capture made.
-        self.grads = [self.x.grad, *(p.grad for p in layer.parameters())]
-
-    def clear(self) -> None:
-        self.layer.zero_grad(set_to_none=True)
-        self.x.grad = None
-
-    def run(self) -> Tensor:
-        with minifloat.autocast(recipe=self.recipe):
-            y = self.layer(self.x, **self.forward)
-        y.backward(self.g)
-        return y.detach()  # type: ignore[no-any-return]
-
-    def replay(self, seed: int) -> dict[str, Tensor]:
-        with torch.no_grad():
-            self.x.copy_(sample(seed))
-        torch.manual_seed(seed)
-        for t, grad in zip((self.x, *self.layer.parameters()), self.grads, strict=True):
-            t.grad = grad
-        self.graph.replay()
-        return copies(self.layer, self.x, self.y)
-
-
 @gpu
 @ways
 @every
@@ -185,7 +132,7 @@ def test_a_graph_of_ones_own(name: str, way: str) -> None:
     recipe = EVERY[name]()
     layer = made(way, recipe)
     other = copy.deepcopy(layer)
-    captured = Captured(other, way, recipe)
+    captured = Captured(other, sample, gradient(way), recipe)
     before = {n: b.clone() for n, b in other.named_buffers()}
     for i in range(4):
         expected, got = step(layer, layer, way, i, recipe), captured.replay(i)
@@ -204,7 +151,8 @@ def test_a_graph_casts_into_workspaces_that_are_there(name: str, way: str) -> No
     layer = made(way, recipe, cache_weights=True)
     other = copy.deepcopy(layer)
     graphs = {
-        first: Captured(other, way, recipe, is_first_microbatch=first) for first in (True, False)
+        first: Captured(other, sample, gradient(way), recipe, is_first_microbatch=first)
+        for first in (True, False)
     }
     for i in range(6):
         change(layer, i)  # which the steps in between do not see

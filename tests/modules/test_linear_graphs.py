@@ -14,14 +14,10 @@ from torch._dynamo.utils import counters
 import minifloat
 from minifloat import recipe as recipes
 
-from .cases import RECIPES
+from .graphs import EVERY, Captured, copies, same
 
 pytestmark = pytest.mark.gpu
 
-EVERY = {
-    **RECIPES,
-    "nvfp4-nearest": lambda: recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
-}
 every = pytest.mark.parametrize("name", EVERY)
 ROWS, IN, OUT = 192, 256, 384
 
@@ -51,15 +47,6 @@ def gradient() -> Tensor:
     return torch.linspace(-1, 1, ROWS * OUT, device="cuda").reshape(ROWS, OUT).bfloat16()
 
 
-def copies(layer: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Everything a step leaves, by name, safe from the next one."""
-    assert x.grad is not None
-    found = {"output": y.detach(), "input.grad": x.grad}
-    found |= {f"{name}.grad": p.grad for name, p in layer.named_parameters()}
-    found |= dict(layer.named_buffers())
-    return {name: t.clone() for name, t in found.items()}
-
-
 def step(
     call: Callable[..., Tensor], layer: Any, seed: int, recipe: Any, **forward: Any
 ) -> dict[str, Tensor]:
@@ -70,19 +57,6 @@ def step(
         y = call(x, **forward)
     y.backward(g)
     return copies(layer, x, y)
-
-
-def same(expected: dict[str, Tensor], got: dict[str, Tensor], close: tuple[str, ...] = ()) -> None:
-    """Bit for bit; those in `close`, sums that Inductor orders anew, to two roundings of bf16."""
-    assert list(expected) == list(got)
-    for name, a in expected.items():
-        b = got[name]
-        assert a.shape == b.shape and a.dtype == b.dtype, name
-        if name in close:
-            assert (a - b).abs().max() <= 2**-7 * a.abs().max(), name
-        else:
-            off = (a.float() - b.float()).abs().max().item()
-            assert torch.equal(a, b), f"{name}: {off} off"
 
 
 @every
@@ -136,53 +110,12 @@ def change(layer: Any, seed: int) -> None:
         layer.weight.mul_(1.0 + seed / 8)
 
 
-class Captured:
-    """Forward and backward of a layer in a CUDA graph, the autocast inside."""
-
-    def __init__(self, layer: Any, recipe: Any, **forward: Any) -> None:
-        self.layer, self.recipe, self.forward = layer, recipe, forward
-        self.x, self.g = sample(0).requires_grad_(), gradient()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.clear()
-                self.run()
-        torch.cuda.current_stream().wait_stream(side)
-        self.clear()
-        layer.delayed.reset()  # of what the warm-up recorded
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.y = self.run()
-        # A replay writes the gradients that the capture made.
-        self.grads = [self.x.grad, *(p.grad for p in layer.parameters())]
-
-    def clear(self) -> None:
-        self.layer.zero_grad(set_to_none=True)
-        self.x.grad = None
-
-    def run(self) -> Tensor:
-        with minifloat.autocast(recipe=self.recipe):
-            y = self.layer(self.x, **self.forward)
-        y.backward(self.g)
-        return y.detach()  # type: ignore[no-any-return]
-
-    def replay(self, seed: int) -> dict[str, Tensor]:
-        with torch.no_grad():
-            self.x.copy_(sample(seed))
-        torch.manual_seed(seed)
-        for t, grad in zip((self.x, *self.layer.parameters()), self.grads, strict=True):
-            t.grad = grad
-        self.graph.replay()
-        return copies(self.layer, self.x, self.y)
-
-
 @every
 def test_a_graph_of_ones_own(name: str) -> None:
     recipe = EVERY[name]()
     layer = linear(recipe)
     other = copy.deepcopy(layer)
-    captured = Captured(other, recipe)
+    captured = Captured(other, sample, gradient(), recipe)
     before = {n: b.clone() for n, b in other.named_buffers()}
     for i in range(4):
         expected, got = step(layer, layer, i, recipe), captured.replay(i)
@@ -215,7 +148,10 @@ def test_a_graph_casts_into_a_workspace_that_is_there(name: str) -> None:
     recipe = EVERY[name]()
     layer = linear(recipe, cache_weights=True)
     other = copy.deepcopy(layer)
-    graphs = {first: Captured(other, recipe, is_first_microbatch=first) for first in (True, False)}
+    graphs = {
+        first: Captured(other, sample, gradient(), recipe, is_first_microbatch=first)
+        for first in (True, False)
+    }
     for i in range(6):
         change(layer, i)  # which the steps in between do not see
         change(other, i)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,26 +13,21 @@ import torch.distributed as dist
 
 import minifloat as mf
 
+from ..tensors import world
 from .cases import (
     E4M3,
     VALUES,
     Doubler,
     buffers,
-    run_python,
     same,
     sample,
 )
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[Any]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    try:
+def group() -> Iterator[Any]:
+    with world.alone():
         yield dist.new_group([0])
-    finally:
-        dist.destroy_process_group()
 
 
 REDUCING = [
@@ -161,19 +155,13 @@ def test_reduction_without_distributed_is_none() -> None:
     assert torch.equal(q.quantize(x)._data, VALUES["current"]().quantize(x)._data)
 
 
-TWO_RANKS = """
-import sys, torch, torch.distributed as dist, multiprocessing
-import minifloat as mf
-
-def work(rank, store):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def check_reduction(rank: int) -> None:
     whole = torch.randn(2, 32, 48, generator=torch.Generator().manual_seed(0))
     whole[1] *= 5
     x = whole[rank]
-    current = mf.Float8CurrentScalingQuantizer(mf.DType.kFloat8E4M3, with_amax_reduction=True)
-    nvfp4 = mf.NVFP4Quantizer(with_amax_reduction=True)
-    expected = mf.Float8CurrentScalingQuantizer(mf.DType.kFloat8E4M3).quantize(whole)
+    current: Any = mf.Float8CurrentScalingQuantizer(mf.DType.kFloat8E4M3, with_amax_reduction=True)
+    nvfp4: Any = mf.NVFP4Quantizer(with_amax_reduction=True)
+    expected: Any = mf.Float8CurrentScalingQuantizer(mf.DType.kFloat8E4M3).quantize(whole)
     for q in (current, nvfp4):
         q.amax_reduction_group = dist.group.WORLD
     made = current.quantize(x)
@@ -183,7 +171,7 @@ def work(rank, store):
     assert torch.equal(nvfp4.quantize(x)._amax_columnwise, whole.abs().max().reshape(1))
     # The group of the destination counts where the quantizer reduces nothing.
     plain = mf.Float8CurrentScalingQuantizer(mf.DType.kFloat8E4M3)
-    dst = plain.make_empty(x.shape, device="cpu")
+    dst: Any = plain.make_empty(x.shape, device="cpu")
     dst.amax_reduction_group = dist.group.WORLD
     plain.update_quantized(x, dst)
     assert torch.equal(dst._data, expected._data[rank])
@@ -191,17 +179,10 @@ def work(rank, store):
     current.amax_reduction_group = None
     compiled = torch.compile(lambda q, t: q.quantize(t), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(current, x)._data, expected._data[rank])
-    dist.destroy_process_group()
-    print("rank", rank, "done", flush=True)
-
-context = multiprocessing.get_context("fork")
-ranks = [context.Process(target=work, args=(r, sys.argv[1])) for r in range(2)]
-[r.start() for r in ranks]
-[r.join() for r in ranks]
-assert [r.exitcode for r in ranks] == [0, 0]
-"""
 
 
-def test_reduction_over_two_ranks(tmp_path: Path) -> None:
-    code = TWO_RANKS.replace("sys.argv[1]", repr(str(tmp_path / "store")))
-    assert run_python(code).count("done") == 2
+CHECKS: world.Checks = {"reduction": check_reduction}
+
+
+def test_reduction_over_two_ranks() -> None:
+    world.passes(__name__, "CHECKS", "reduction")

@@ -195,11 +195,6 @@ CHECKS: world.Checks = {
 }
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[str, str]:
-    return world.results(__name__)
-
-
 @pytest.mark.parametrize("name", CHECKS)
-def test_sharded_masters_equal_the_whole(reports: dict[str, str], name: str) -> None:
-    assert not reports[name], reports[name]
+def test_sharded_masters_equal_the_whole(name: str) -> None:
+    world.passes(__name__, "CHECKS", name)

@@ -1,15 +1,22 @@
-"""Checks that run in two processes, all in one pair of them: starting a process is what costs."""
+"""Checks that run in two processes, all in one pair of them: starting a process is what costs.
+
+A file has a table of checks, and a test for each that asks whether it `passes`. `alone` is a group
+of this process, for what needs one and not two.
+"""
 
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +24,24 @@ SIZE = 2
 Checks = dict[str, Callable[[int], None]]
 
 
+def passes(module: str, table: str, name: str) -> None:
+    """Fail with what went wrong in a check of `table` in `module`, on either rank."""
+    report = results(module, table)[name]
+    assert not report, report
+
+
+@contextmanager
+def alone() -> Iterator[Any]:
+    """The world, of this process alone."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield torch.distributed.group.WORLD
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@functools.cache
 def results(module: str, table: str = "CHECKS") -> dict[str, str]:
     """{name: what went wrong, "" for nothing} of `table` in `module`, each run on every rank."""
     with tempfile.TemporaryDirectory() as folder:

@@ -201,6 +201,41 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path) -> None:
     assert path.read_text() == "old"
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("I/O error: No space left on device (os error 28)"), "disk is full"),
+        (ValueError("I/O error: Disk quota exceeded (os error 122)"), "disk is full"),
+        (ValueError("I/O error: Input/output error (os error 5)"), "written: Input/output error"),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"), "is there"),
+    ],
+)
+def test_writers_of_tensors_have_errors_of_their_own(tmp_path, error, said) -> None:
+    """As safetensors and torch.save tell a disk that is full: seen on one."""
+
+    def fill(name: str) -> None:
+        raise error
+
+    with pytest.raises(TrainError, match=said):
+        files.write(tmp_path / "file", fill)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_larger_than_files_may_be(tmp_path, corpus, capsys) -> None:
+    """The real writer meets a real limit."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        code = command(options(tmp_path, corpus), "--checkpoint-dir", str(tmp_path / "saved"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capsys.readouterr().err
+    assert code == 1
+    assert "saved/recipe/step-" in error and error.count("\n") == 1, error
+    assert not list((tmp_path / "saved" / "recipe").iterdir())
+
+
 @pytest.mark.parametrize("at", ["tensors", "index"])
 def test_a_disk_that_fills_up_loses_nothing_old(tmp_path, corpus, capsys, monkeypatch, at) -> None:
     """The second checkpoint meets a full disk; the first is whole, and the run goes on from it."""

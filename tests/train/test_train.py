@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from minifloat.train import Options, TrainError, checkpoint, data, peak, train
+from minifloat.train import Options, TrainError, checkpoint, data, peak, progress, train
 from minifloat.train.html import report, smooth
 from minifloat.train.trainer import rate
 from minifloat.train.world import World
@@ -213,6 +213,22 @@ def test_the_peak_is_that_of_the_run() -> None:
     del big
     peak.restart(CPU)
     assert peak.peak(CPU) < during - 200 * 2**20
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    capsys, monkeypatch, terminal: bool
+) -> None:
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)  # without rich
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    with progress.Progress("recipe", 20, 0, quiet=False) as bar:
+        bar.step(1, 5.5, None)
+        bar.step(10, 4.5, 1234.0)
+    lines = capsys.readouterr().out.split("\r" if terminal else "\n")
+    assert all("loss" in line for line in lines[1 if terminal else 0 : 3 if terminal else 2])
+    assert ("[############------------] 10/20" in lines[-1]) == terminal
+    assert "1,234 tokens/s  ETA 0:00" in (lines[2] if terminal else lines[1])
+    assert lines[-1].endswith("\n") or not terminal
 
 
 def test_smoothing_keeps_a_constant() -> None:

@@ -12,9 +12,12 @@ from torch import nn
 
 from ...modules import Linear
 from ...recipe import Recipe
-from .modules import FusedMLP, Handover, HandsOver, MLPParts, NormedLinear, fused_class, hooked
+from .joint import FACTS, Joint, JointLinear, JointNorm
+from .modules import FusedMLP, Handover, HandsOver, MLPParts, NormedLinear, fused_class
 from .norms import NormSpec, looks_like_norm, norm_spec
+from .parts import Reader, hooked
 from .patterns import ACTIVATIONS, Pattern, match
+from .source import readers as readers_in_source
 from .trace import Traced, follow
 
 __all__ = ["Finder", "Fusion", "find"]
@@ -44,6 +47,16 @@ class Fusion:
             if isinstance(reader, Linear):
                 reader.__class__ = NormedLinear
             norm._handover = reader._handover = made
+        elif isinstance(self._parts, Joint):
+            joint = self._parts
+            norm = self._owner.get_submodule(joint.norm)
+            before = type(norm)
+            norm.__class__ = fused_class(JointNorm, before)
+            norm._handover = joint
+            for index, name in enumerate(joint.readers):
+                reader = self._owner.get_submodule(name)
+                reader.__class__ = JointLinear
+                reader._handover, reader._index = joint, index
 
 
 def find(
@@ -150,9 +163,11 @@ class Finder:
                 return reason
         if "gate" in names:
             gate, up = (module.get_submodule(names[role]) for role in ("gate", "up"))
-            reason = _unlike(gate, up, [self.recipes[_join(name, n)] for n in layers[:2]])
+            reason = self._unjoined([_join(name, layer) for layer in layers[:2]])
+            if not reason and gate.weight.shape != up.weight.shape:
+                reason = "have different shapes"
             if reason:
-                return reason
+                return f"its gate and up layers {reason}"
         spec = None if "norm" not in names else self.specs[id(module.get_submodule(names["norm"]))]
         parts = MLPParts(
             pattern.name,
@@ -201,45 +216,46 @@ class Finder:
         inside: Mapping[str, Pattern],
     ) -> Fusion | str:
         norm: Any = module.get_submodule(child)
-        if isinstance(norm, HandsOver):
-            known = norm._handover
-            fused = (
-                "norm_linear"
-                if isinstance(known.owner.get_submodule(known.reader), Linear)
-                else "norm_mlp"
-            )
-            members = {"norm": _join(name, known.norm), "reader": _join(name, known.reader)}
-            return Fusion(fused, members)
+        if isinstance(norm, HandsOver | JointNorm):
+            held: Any = norm._handover
+            known = held.readers if isinstance(held, Joint) else (held.reader,)
+            linear = isinstance(held.owner.get_submodule(known[0]), Linear)
+            fused = "norm_linear" if linear else "norm_mlp"
+            return Fusion(fused, _members(name, held.norm, known))
         spec = self.specs[id(norm)]
         if isinstance(spec, str):
             return spec
         if isinstance(ways, str):
             return f"the forward of {name or 'the model'} cannot be followed: {ways}"
-        readers = [_reader(way, child) for way in ways]
-        reader = readers[0]
-        if any(other != reader for other in readers):
+        every = [_readers(way, child, module) for way in ways]
+        found = every[0]
+        if any(other != found for other in every):
             return "training and evaluation, or arguments left out, read it differently"
-        if isinstance(reader, str):
-            return reader
-        kind, inner = reader
+        if isinstance(found, str):
+            return found
+        kind, readers = found
         pattern = inside.get(kind)
         if pattern is None:
-            return f"{_join(name, inner)} reads it: that is a pattern that was not asked for"
-        target = module.get_submodule(inner)
-        steps = inner.split(".")
-        for part in (child, *(".".join(steps[: i + 1]) for i in range(len(steps)))):
-            reason = self._unfit(_join(name, part))
-            if reason:
-                return reason
-        first = (
-            target.get_submodule(self.found[_join(name, inner)]._parts.up)
-            if kind == "mlp"
-            else target
-        )
-        if norm.weight.dtype is not first.weight.dtype:
-            return f"its weight is {norm.weight.dtype}, that of its reader {first.weight.dtype}"
-        members = {"norm": _join(name, child), "reader": _join(name, inner)}
-        return Fusion(pattern.name, members, module, Handover(module, child, inner, spec))
+            which = f"{_listed(name, readers)} read{'s' if len(readers) == 1 else ''} it"
+            return f"{which}: that is a pattern that was not asked for"
+        for path in (child, *readers):
+            steps = path.split(".")
+            for part in (".".join(steps[: i + 1]) for i in range(len(steps))):
+                reason = self._unfit(_join(name, part))
+                if reason:
+                    return reason
+        layers: list[Any] = [module.get_submodule(reader) for reader in readers]
+        if kind == "mlp":
+            layers = [layers[0].get_submodule(self.found[_join(name, readers[0])]._parts.up)]
+        if norm.weight.dtype is not layers[0].weight.dtype:
+            return f"its weight is {norm.weight.dtype}, that of its reader {layers[0].weight.dtype}"
+        members = _members(name, child, readers)
+        if len(readers) == 1:
+            return Fusion(pattern.name, members, module, Handover(module, child, readers[0], spec))
+        reason = self._unjoined([_join(name, reader) for reader in readers])
+        if reason:
+            return f"{_listed(name, readers)} read it, and {reason}"
+        return Fusion(pattern.name, members, module, Joint(module, child, readers, spec))
 
     def _unfit(self, name: str) -> str:
         """Why a module cannot be a part of anything."""
@@ -251,8 +267,26 @@ class Finder:
         if isinstance(module, nn.Linear):
             if name not in self.recipes:
                 return f"{name} is not converted"
+            if isinstance(module, Reader):
+                return f"{name} is fused with a norm already"
             if isinstance(module, Linear) and not _usual(module):
                 return f"{name} has options of its own (parallelism, main_grad, caches)"
+        return ""
+
+    def _unjoined(self, names: list[str]) -> str:
+        """Why layers cannot be one product, as the end of a sentence about them."""
+        layers: list[Any] = [self.modules[name] for name in names]
+        recipe = self.recipes[names[0]]
+        if any(self.recipes[name] != recipe for name in names):
+            return "have different recipes"
+        if any(_plan(recipe, name) != _plan(recipe, names[0]) for name in names):
+            return "are cast differently by their recipe"
+        if len({layer.weight.dtype for layer in layers}) > 1:
+            return "have different dtypes"
+        if len({layer.weight.device for layer in layers}) > 1:
+            return "are on different devices"
+        if len({layer.bias is None for layer in layers}) > 1:
+            return "do not all have a bias"
         return ""
 
 
@@ -262,41 +296,78 @@ def _usual(layer: Any) -> bool:
     )
 
 
-def _reader(way: Traced, norm: str) -> tuple[str, str] | str:
-    """(kind, name) of the one module that reads a norm's output, or why there is none."""
+def _readers(way: Traced, norm: str, module: nn.Module) -> tuple[str, tuple[str, ...]] | str:
+    """(kind, names) of the modules that read a norm's output, or why it cannot be fused.
+
+    Several of them are linear layers; what asks for a shape alone is none.
+    """
     made = [(of, readers) for of, readers in way.calls if of[:2] == ("norm", norm)]
     if not made:
         return "the forward of its parent does not call it, or not with a tensor alone"
     if len(made) > 1:
         return "it is called more than once"
-    value, readers = made[0]
-    found = [of for of, _ in way.calls if value in of[1:]]
-    if way.result == value or not found:
+    value, uses = made[0]
+    known = [of for of, _ in way.calls if any(_is(part, value) for part in of[1:])]
+    if way.result == value or not known or uses > len(known):
         return "its output is returned"
-    names = [str(of[1]) for of in found]
-    if readers > 1 or len(found) > 1:
-        return f"{', '.join(names)} read it, and each would have to normalize again"
-    kind = found[0][0]
+    found = [of for of in known if of[0] != "fact"]
+    names = tuple(str(of[1]) for of in found)
+    kinds = {of[0] for of in found}
+    if not found or (len(found) > 1 and kinds != {"linear"}):
+        return f"{', '.join(names) or 'nobody'} read it: only linear layers can read it together"
+    for of in found:
+        if sum(of[:2] == other[:2] for other, _ in way.calls) > 1:
+            return f"{of[1]} is called more than once"
+    (kind,) = kinds
+    if kind == "call":
+        return _inside(module, found[0], value)
     if kind not in ("linear", "mlp"):
         return f"{names[0]} reads it, which is neither a linear layer nor a fused MLP"
-    if sum(of[:2] == found[0][:2] for of, _ in way.calls) > 1:
-        return f"{names[0]} is called more than once"
-    return kind, names[0]
+    return kind, names
+
+
+def _inside(
+    module: nn.Module, call: tuple[Any, ...], value: Any
+) -> tuple[str, tuple[str, ...]] | str:
+    """The linear layers that read it inside of a module whose forward cannot be followed."""
+    name = str(call[1])
+    given = [of[1] for of in call[2:] if of[2] == value]
+    read = (
+        readers_in_source(module.get_submodule(name), given[0], FACTS)
+        if len(given) == 1 and given[0]
+        else "it is a part of what its forward is given"
+    )
+    if isinstance(read, str):
+        return f"{name} reads it, which is neither a linear layer nor a fused MLP: {read}"
+    return "linear", tuple(f"{name}.{layer}" for layer in read)
+
+
+def _is(part: Any, value: Any) -> bool:
+    """Whether a part of an expression is that value, or a module's argument that is."""
+    argument = isinstance(part, tuple) and part[0] == "arg"
+    return bool((part[2] if argument else part) == value)
+
+
+def _members(name: str, norm: str, readers: tuple[str, ...]) -> dict[str, str]:
+    """The first reader is "reader", the others "reader2" and so on."""
+    numbered = {f"reader{i}" if i > 1 else "reader": r for i, r in enumerate(readers, 1)}
+    return {role: _join(name, part) for role, part in {"norm": norm, **numbered}.items()}
+
+
+def _listed(name: str, parts: tuple[str, ...]) -> str:
+    return ", ".join(_join(name, part) for part in parts)
 
 
 def _same(found: list[Any]) -> Any:
     return found[0] if all(one == found[0] for one in found) else None
 
 
-def _unlike(gate: Any, up: Any, recipes: list[Recipe]) -> str:
-    """Why two layers cannot be one product."""
-    if recipes[0] != recipes[1]:
-        return "its gate and up layers have different recipes"
-    if gate.weight.shape != up.weight.shape or gate.weight.dtype is not up.weight.dtype:
-        return "its gate and up layers have different shapes or dtypes"
-    if (gate.bias is None) != (up.bias is None):
-        return "one of its gate and up layers has a bias"
-    return ""
+def _plan(recipe: Recipe, name: str) -> Any:
+    """What the recipe makes of a converted layer of that name; None: the same for every name."""
+    if not recipe.custom():
+        return None
+    forward = (("linear", "input", name), ("linear", "weight", name), None)
+    return recipe.plan(forward, (("linear", "grad_output", name), None))
 
 
 def _join(name: str, part: str) -> str:

@@ -6,6 +6,7 @@ are names for what is found there.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -61,10 +62,13 @@ def asked(fuse: bool | str | Iterable[str]) -> tuple[Pattern, ...]:
     if isinstance(fuse, bool):
         return PATTERNS if fuse else ()
     known = dict.fromkeys(pattern.name for pattern in PATTERNS)
-    names = [fuse] if isinstance(fuse, str) else list(fuse)
-    for name in names:
+    given = [fuse] if isinstance(fuse, str) or not isinstance(fuse, Iterable) else list(fuse)
+    names = [name for name in given if name in known]
+    for name in given:
         if name not in known:
-            raise ValueError(f"fuse: got {name!r}; allowed: True, {', '.join(known)}")
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"fuse: got {name!r}; allowed: True, {', '.join(known)}{hint}")
     return tuple(pattern for pattern in PATTERNS if pattern.name in names)
 
 

@@ -6,6 +6,8 @@
 ("norm", name, x)
 ("act", kind, x)         a row of `ACTIVATIONS`, or what else it is
 ("mul", x, y)
+("fact", what, x)        a row of `FACTS`: nothing that depends on the values of x
+("call", name, ...)      any other module, of ("arg", parameter, x) each
 ("other", what, ...)     anything else
 """
 
@@ -21,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+
+from .joint import FACTS
 
 __all__ = ["Kind", "Traced", "follow"]
 
@@ -176,7 +180,10 @@ def _call(node: fx.Node, made: dict[fx.Node, Any], module: nn.Module, kind: Kind
             return found, str(node.target), of[0]
         if plain and type(called) in _MODULES:
             return "act", _gelu(_MODULES[type(called)], getattr(called, "approximate", "")), of[0]
-        return "other", str(node.target), *read
+        return "call", str(node.target), *_arguments(node, made, called)
+    fact = _fact(node)
+    if fact:
+        return "fact", fact, *read
     half = _half(node, made)
     if half is not None:
         return half
@@ -190,6 +197,25 @@ def _call(node: fx.Node, made: dict[fx.Node, Any], module: nn.Module, kind: Kind
     if name is not None and len(of) == len(node.args) == 1 and not given:
         return "act", _gelu(name, str(node.kwargs.get("approximate", "none"))), of[0]
     return "other", getattr(node.target, "__name__", str(node.target)), *read
+
+
+def _arguments(node: fx.Node, made: dict[fx.Node, Any], called: nn.Module) -> list[Any]:
+    """What a module is called with, by parameter; "" inside of structures."""
+    try:
+        bound = inspect.signature(type(called).forward).bind(None, *node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return [("arg", "", made[a]) for a in node.all_input_nodes]
+    given = {name: a for name, a in bound.arguments.items() if isinstance(a, fx.Node)}
+    inside = [a for a in node.all_input_nodes if a not in given.values()]
+    named = [("arg", name, made[a]) for name, a in given.items()]
+    return [*named, *(("arg", "", made[a]) for a in inside)]
+
+
+def _fact(node: fx.Node) -> str:
+    """What is asked of a tensor besides its values, or ""."""
+    if node.op == "call_function" and node.target is getattr and len(node.args) == 2:
+        return str(node.args[1]) if node.args[1] in FACTS else ""
+    return str(node.target) if node.op == "call_method" and node.target in FACTS else ""
 
 
 def _half(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
