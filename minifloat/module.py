@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from . import extra_state, scalars
+from . import extra_state, library, scalars
 from .formats import HIGH
 from .operands import Live
 from .recipe.autocast import STATE, note, settle
@@ -128,7 +128,8 @@ class Module(nn.Module):
             recipe, other, group = STATE.recipe, STATE.calibration, STATE.group
             if STATE.depth == 0:  # an autocast, if there is one, comes before what a layer says
                 recipe = self.recipe
-            plan = HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
+            roles = (None, None) if recipe is None else self._roles(recipe)
+            plan = HIGH_PLAN if recipe is None else recipe.plan(*roles)
             calibration = None if other is None else other.plan(*self._roles(other))
             if new:
                 entry = Entry(plan, calibration, group)
@@ -142,7 +143,7 @@ class Module(nn.Module):
             self._fit(state, plan.update.history_len)
             if not STATE.checkpointed:
                 state.__dict__["used"] = True
-                note(state, plan)
+                note(state, plan, recipe, roles)
         x: Live | None = state.live("input") if plan.delayed[0] else None
         w: Live | None = state.live("weight") if plan.delayed[1] else None
         g = state.live("grad_output") if plan.delayed[3] else None
@@ -154,7 +155,7 @@ class Module(nn.Module):
         elif entry is not None:
             with unseen(True):
                 entry.scales = [None if s is None else s[0].clone() for s in (x, w)]
-        elif torch.compiler.is_compiling():
+        elif library.traced():
             # The scales move on before backward, where a graph would read them again.
             w = None if w is None else (scalars.snapshot(w[0]), w[1])
             if STATE.checkpointed:
@@ -221,6 +222,14 @@ class Module(nn.Module):
             unexpected_keys,
             error_msgs,
         )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        held = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, attributes in held.items():  # those of a quantized parameter are left behind
+            now = vars(self._parameters[name])
+            now.update({k: v for k, v in attributes.items() if k not in now})
+        return self
 
     def _where(self) -> str:
         """How messages call this module."""

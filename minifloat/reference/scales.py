@@ -35,7 +35,7 @@ def divide(x: Tensor, value: float) -> Tensor:
 
 def f32(value: float) -> float:
     """`value` rounded to fp32: a constant of the contract is an fp32 constant."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def fp8_scale(

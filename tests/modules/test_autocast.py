@@ -213,6 +213,19 @@ def test_a_quantized_weight_outside_autocast_is_dequantized_and_says_so() -> Non
     assert torch.equal(y, nn.functional.linear(data(), module.weight.dequantize(), module.bias))
 
 
+def test_a_weight_that_a_recipe_leaves_alone_is_not_complained_about() -> None:
+    high = recipes.CustomRecipe(qfactory=recipes.high_precision_factory)
+    with minifloat.quantized_model_init(recipe=high):
+        module = layer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run(module, high), nn.functional.linear(data(), *plain(module)))
+
+
+def plain(module: Any) -> Any:
+    return module.weight.dequantize(), module.bias
+
+
 def test_a_quantized_weight_under_another_recipe_is_refused() -> None:
     with minifloat.quantized_model_init(recipe=MX):
         module = layer(name="fc")
@@ -614,3 +627,61 @@ def test_no_warnings_in_a_plain_step() -> None:
             with minifloat.autocast(recipe=RECIPES[name]()):
                 y = module(x)
             y.sum().backward()
+
+
+def _largest(history: Tensor) -> Tensor:
+    return history.amax(0)
+
+
+def _scale(amax: Tensor, scale: Tensor, limit: Tensor, recipe: Any) -> Tensor:
+    return limit / (amax + 1 + recipe.margin)
+
+
+@compiles
+@pytest.mark.parametrize("around", [None, CURRENT], ids=["outermost", "nested"])
+def test_functions_of_delayed_scaling_around_a_graph(around: Any) -> None:
+    recipe = recipes.DelayedScaling(
+        margin=2, amax_compute_algo=_largest, scaling_factor_compute_algo=_scale
+    )
+    eager, other = layer(), layer()
+
+    def step(module: Any) -> Any:
+        def function(x: Tensor) -> Any:
+            if around is None:
+                return module(x)
+            with minifloat.autocast(recipe=recipe):
+                return module(x)
+
+        return function
+
+    fast, counter = compiled(step(other))
+    for i in range(3):
+        for call in (step(eager), fast):
+            with minifloat.autocast(recipe=recipe if around is None else around):
+                y = call(data(i))
+            y.sum().backward()
+    assert counter.graphs == 1 and same(buffers(eager), buffers(other))
+    assert eager.delayed.scale_input != 1 and torch.equal(eager.weight.grad, other.weight.grad)
+
+
+@compiles
+def test_the_deprecated_name_in_a_graph() -> None:
+    module = layer()
+
+    def function(x: Tensor) -> Any:
+        with minifloat.fp8_autocast(enabled=True, fp8_recipe=MX):
+            return module(x)
+
+    with pytest.warns(DeprecationWarning, match="autocast"):
+        assert agree(function, module) == 1
+
+
+@pytest.mark.parametrize("region", [minifloat.autocast, minifloat.quantized_model_init])
+def test_a_recipe_in_the_place_of_enabled(region: Any) -> None:
+    with pytest.raises(TypeError, match="enabled: got a recipe.*recipe="):
+        region(MX)
+
+
+def test_a_group_that_is_none() -> None:
+    with pytest.raises(TypeError, match="amax_reduction_group: got str.*process group"):
+        minifloat.autocast(amax_reduction_group="world")
