@@ -144,6 +144,8 @@ class Experts(Module):
             w.tensor_model_parallel = True
             w.partition_dim = (1 if self.parallel_mode == "row" else 0) + (w.dim() - 2)
             w.partition_stride = 1
+            if self.wgrad_store.enabled:
+                w.skip_backward_post_hook = True
         for b in self._biases():
             if self.parallel_mode == "row":
                 b.sequence_parallel = self.sequence_parallel
