@@ -17,7 +17,6 @@ from torch._C._dynamo import eval_frame
 __all__ = ["chain", "run"]
 
 Link = tuple[Any, Any]
-_NONE = (None, None, None)  # the gradients of what `_Run` takes before its tensors
 
 
 def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
@@ -64,9 +63,9 @@ class _Run(torch.autograd.Function):
         elif torch._C._is_any_autocast_enabled():
             off = torch._C._DisableAutocast()
         if off is None:
-            return _NONE + ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
+            return None, None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
         with off:
-            return _NONE + ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
+            return None, None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
 
 
 # Function.apply without what it does for function transforms.

@@ -188,7 +188,7 @@ class Experts(Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         owners = [] if self.single_grouped_weight else self._weights()
         joined = bool(owners) and _plain(owners) and _whole(owners) is not None
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if joined:
             self._join()
         return self

@@ -256,7 +256,7 @@ class LayerNormMLP(Module, Normed):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for _, of in self._parts():
             of._cached, of._cached_version = None, ()  # it is not moved along
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn, recurse)
 
     # ------------------------------------------------------------------------------- forward
     def forward(self, inp: Any, is_first_microbatch: bool | None = None) -> Any:

@@ -114,7 +114,8 @@ class Projection(CachesWeight):
         """The ranks over which tensor parallelism runs, or None."""
         if self._tp is None:
             return None
-        return torch.distributed.distributed_c10d._resolve_process_group(self._tp.name)
+        found: Any = torch.distributed.distributed_c10d
+        return found._resolve_process_group(self._tp.name)
 
     @property
     def primary_weights_in_fp8(self) -> bool:
