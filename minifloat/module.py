@@ -16,7 +16,7 @@ from .formats import HIGH
 from .operands import Live
 from .recipe.autocast import STATE, note, settle
 from .recipe.base import Recipe
-from .recipe.delayed import DelayedState, Slots, update
+from .recipe.delayed import BACKWARD, FORWARD, DelayedState, Slots, update
 from .recipe.plan import Plan
 from .recipe.replay import Entry, tapes, unseen
 from .recipe.roles import QuantizerRole
@@ -48,12 +48,18 @@ class Begun(NamedTuple):
 class Module(nn.Module):
     """Base of our modules, and of a user's own that take part in recipes.
 
-    `get_quantizer_roles` says what each quantized tensor is; `delayed` is delayed scaling's state.
+    `get_quantizer_roles` says what each quantized tensor is, and `quantizers` are those that the
+    recipe in force has for these roles; `delayed` is delayed scaling's state. `name` is that of
+    roles and messages, `device` where the state lives.
     """
 
     module_type = "linear"
     delayed: DelayedState
     recipe: Recipe | None = None  # in force where no autocast is
+
+    def __init__(self, name: str | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self._setup(name, device)
 
     def _setup(self, name: str | None, device: torch.device | str | None) -> None:
         """Call once, after `nn.Module.__init__`."""
@@ -114,6 +120,38 @@ class Module(nn.Module):
         if not traced:
             self._role_keys = keys
         return keys
+
+    @property
+    def quantizers(self) -> dict[str, list[Any]]:
+        """Of the slots of `get_quantizer_roles`: {"scaling_fwd": [...], "scaling_bwd": [...]}.
+
+        What a forward of one's own asks, in compiled code too; empty lists where no recipe is in
+        force. A slot that scales by history has a quantizer on this module's state, which the
+        outermost autocast updates on leaving; eager only.
+        """
+        recipe = STATE.recipe if STATE.depth else self.recipe
+        if recipe is None:
+            return {"scaling_fwd": [], "scaling_bwd": []}
+        forward, backward = recipe.quantizers(*self._roles(recipe))
+        if None in forward or None in backward:
+            return self._live_quantizers(recipe, forward, backward)
+        return {"scaling_fwd": list(forward), "scaling_bwd": list(backward)}
+
+    def _live_quantizers(self, recipe: Recipe, *made: tuple[Any, ...]) -> dict[str, list[Any]]:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{self._where()}: quantizers with delayed scaling inside torch.compile: a graph "
+                "cannot hold a scale that is live; use current scaling"
+            )
+        plan = self._begin().plan  # and the note for autocast
+        found = []
+        for slots, of in zip((FORWARD, BACKWARD), made, strict=True):
+            pairs = zip(slots, of, strict=True)
+            found.append([self._live(s, plan) if q is None else q for s, q in pairs])
+        return {"scaling_fwd": found[0], "scaling_bwd": found[1]}
+
+    def _live(self, slot: str, plan: Plan) -> Any:
+        return self.delayed.quantizer(slot, plan)._with_usages(True, True)
 
     # ------------------------------------------------------------------------- start of forward
     def _begin(self) -> Begun:

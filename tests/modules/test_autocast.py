@@ -16,6 +16,7 @@ from minifloat import recipe as recipes
 from minifloat.opaque import AVAILABLE
 from minifloat.quantizers import (
     Float8CurrentScalingQuantizer,
+    Float8Quantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
 )
@@ -551,8 +552,7 @@ class Scaled(minifloat.Module):
     module_type = "gain"
 
     def __init__(self, name: str) -> None:
-        nn.Module.__init__(self)
-        self._setup(name, None)
+        super().__init__(name)
         self.gain = nn.Parameter(torch.linspace(0.5, 2, 32))
         self.asked = 0
 
@@ -561,7 +561,7 @@ class Scaled(minifloat.Module):
         return [minifloat.QuantizerRole("gain", kind, self.name or "") for kind in kinds]
 
     def forward(self, x: Tensor) -> Tensor:
-        quantizer = self._begin().plan.output
+        quantizer = self.quantizers["scaling_fwd"][2]
         rounded = torch.ops.minifloat_user_test.round(x, quantizer)
         return rounded * self.gain  # type: ignore[no-any-return]
 
@@ -591,6 +591,56 @@ def test_a_users_module_and_operator_in_one_graph() -> None:
             assert torch.equal(module(x), quantizer.quantize(x).dequantize() * module.gain)
     finally:
         library._destroy()
+
+
+def test_quantizers_of_a_module() -> None:
+    module = layer()
+    assert module.quantizers == {"scaling_fwd": [], "scaling_bwd": []}
+    for name, make in RECIPES.items():
+        recipe = make()
+        with minifloat.autocast(recipe=recipe):
+            found = module.quantizers
+        assert [len(found[k]) for k in ("scaling_fwd", "scaling_bwd")] == [3, 2]
+        for mode, key in (("forward", "scaling_fwd"), ("backward", "scaling_bwd")):
+            state = recipes.RecipeState.create(
+                recipe,
+                mode=mode,
+                num_quantizers=len(found[key]),
+                roles=module.get_quantizer_roles(
+                    fwd=mode == "forward", num_quantizers=len(found[key])
+                ),
+            )
+            for ours, theirs in zip(found[key], state.make_quantizers(), strict=True):
+                assert type(ours) is type(theirs)
+                assert name == "delayed" or ours == theirs
+
+
+class Rounds(minifloat.Module):
+    """A user's module that scales by history."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quantizers["scaling_fwd"][0].quantize(x).dequantize()  # type: ignore[no-any-return]
+
+
+def test_a_users_module_scales_by_history() -> None:
+    module, x = Rounds(), data()
+    for _ in range(2):
+        with minifloat.autocast(recipe=DELAYED):
+            y = module(x)
+    scale = 448 / x.abs().max()
+    assert module.delayed.scale_input == scale and "delayed.scale_input" in module.state_dict()
+    quantizer = Float8Quantizer(scale, torch.zeros(1), minifloat.DType.kFloat8E4M3)
+    assert torch.equal(y, quantizer.quantize(x).dequantize())
+
+
+@compiles
+def test_a_users_module_that_scales_by_history_says_so_in_a_graph() -> None:
+    fast, _ = compiled(Rounds(name="mine"))
+    with (
+        minifloat.autocast(recipe=DELAYED),
+        pytest.raises(Exception, match="(?s)mine.*quantizers with delayed.*use current scaling"),
+    ):
+        fast(data())
 
 
 @compiles
