@@ -22,30 +22,31 @@ __all__ = ["chain", "run"]
 Link = tuple[Any, Any]
 
 
-def run(work: Any, data: Any, *tensors: Any) -> Any:
+def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
     """`work.forward(data, tensors)`, differentiable.
 
     `work.forward(data, tensors) -> (outputs, tensors to save, note)`: one tensor or a tuple, a
     list, and anything. `work.backward(data, note, saved, grads) -> gradients of tensors`, a tuple;
     `saved` is a list to take from, so that a tensor dies with its last use. `work.kind` is for
-    `replays`.
+    `replays`. `shield` is the type of the device where torch.autocast was on before the caller
+    switched it off: a graph would run backward as it ran the code around.
     """
     if not torch.is_grad_enabled():
         if torch.compiler.is_compiling():
             return work.forward(data, tensors)[0]
         return replays.forward(work, data, tensors)[0]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return _Run.apply(work, data, *tensors)  # type: ignore[no-untyped-call]
-    return _apply(work, data, *tensors)
+        return _Run.apply(work, data, shield, *tensors)  # type: ignore[no-untyped-call]
+    return _apply(work, data, shield, *tensors)
 
 
-def chain(links: tuple[Link, ...], x: Tensor, *params: Tensor | None) -> Any:
-    """Run the links on `x`; `params` are those of all links, in order.
+def chain(links: tuple[Link, ...], x: Tensor, *params: Tensor | None, shield: str = "") -> Any:
+    """Run the links on `x`; `params` are those of all links, in order; `shield` is `run`'s.
 
     The result is a tensor, or (it, what each `Tap` saw) where there are taps, or what a link that
     splits made.
     """
-    return run(_Links, links, x, *params)
+    return run(_Links, links, x, *params, shield=shield)
 
 
 class _Run(torch.autograd.Function):
@@ -53,13 +54,13 @@ class _Run(torch.autograd.Function):
     clear_saved_tensors_on_access = True
 
     @staticmethod
-    def forward(ctx: Any, work: Any, data: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, work: Any, data: Any, shield: str, *tensors: Any) -> Any:
         if torch.compiler.is_compiling():
             outputs, saved, note = work.forward(data, tensors)
         else:
             outputs, saved, note = replays.forward(work, data, tensors)
         ctx.save_for_backward(*saved)
-        ctx.work, ctx.data, ctx.note = work, data, note
+        ctx.work, ctx.data, ctx.note, ctx.shield = work, data, note, shield
         return outputs
 
     @staticmethod
@@ -72,12 +73,14 @@ class _Run(torch.autograd.Function):
     def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         # A backward inside torch.autocast: products of fp32 would be rounded to its dtype.
         off: Any = None
-        if not torch.compiler.is_compiling() and torch._C._is_any_autocast_enabled():
+        if torch.compiler.is_compiling():
+            off = torch.autocast(ctx.shield, enabled=False) if ctx.shield else None
+        elif torch._C._is_any_autocast_enabled():
             off = torch._C._DisableAutocast()
         if off is None:
-            return None, None, *_backward(ctx, grads)
+            return None, None, None, *_backward(ctx, grads)
         with off:
-            return None, None, *_backward(ctx, grads)
+            return None, None, None, *_backward(ctx, grads)
 
 
 def _backward(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -195,6 +195,9 @@ def _quantize_reference(
         if amax_out is not None:
             # An op must not return what it was given.
             made[prefix + "amax"] = amax_out.clone() if amax_out is amax_ else amax_out
+    for name, cast in (("row_scale", row), ("col_scale", col)):
+        if cast is not None and cast.spare:
+            made[name] = torch.nn.functional.pad(made[name], (0, 0, 0, 1))
     return [_compact(made[p.name], p.shape) for p in parts(x.shape, row, col)]
 
 

@@ -234,7 +234,7 @@ class Experts(Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         joined = self._joined()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if joined:
             self._join()
         return self

@@ -228,6 +228,7 @@ def _layout(fmt: Format, cast: Cast) -> tuple[Any, ...]:
         fmt.scale is Scale.F32 and fmt.tile is None,
         cast.row_scaled,
         cast.hadamard >= 0,
+        cast.spare,
     )
 
 
@@ -238,7 +239,8 @@ class Cast(Value):
     transform along the contraction, or -1 for no transform; `error` is "" or the error norm by
     which 4-over-6 chooses a block's scale; `scale_max` is the largest E4M3 block scale a two-level
     format aims at; `row_scaled` gives each row its own global amax; `dtype` is the high-precision
-    dtype to cast to, or None to keep the input's.
+    dtype to cast to, or None to keep the input's. `spare` stores scales with one more row at their
+    end, which is never read: a graph for any number of rows has no buffer of one row then.
     """
 
     format_name: str
@@ -250,6 +252,7 @@ class Cast(Value):
     error: str
     scale_max: int
     dtype: torch.dtype | None
+    spare: bool
     # Derived: the format; whether a Hadamard transform runs along the contraction; whether scales
     # belong to tiles; the shape rules as plain constants, which traced code can read; and the
     # largest code; the capabilities that multiply it.
@@ -261,9 +264,9 @@ class Cast(Value):
     native: tuple[int, int]
     _fields = (
         "format_name", "pow2", "eps", "hadamard", "stochastic", "row_scaled", "error",
-        "scale_max", "dtype",
+        "scale_max", "dtype", "spare",
     )  # fmt: skip
-    _defaults = (False, 0.0, -1, False, False, "", int(E4M3.max), None)
+    _defaults = (False, 0.0, -1, False, False, "", int(E4M3.max), None, False)
 
     def _derived(self) -> dict[str, Any]:
         fmt = FORMATS.get(self.format_name)
@@ -293,6 +296,8 @@ class Cast(Value):
             raise ValueError(
                 f"dtype: {fmt.name} has its own element; a dtype is for high precision"
             )
+        if self.spare and fmt.tile is None:
+            raise ValueError(f"spare: {fmt.name} has no rows of scales; it belongs to blocks")
         if self.scale_max != E4M3.max and not fmt.two_level:
             raise ValueError(f"scale_max: {fmt.name} has no E4M3 scales; it belongs to nvfp4")
         special = transforms or self.stochastic or self.row_scaled or self.error

@@ -190,10 +190,10 @@ def _block_operand(o: Operand, rows: int) -> tuple[Tensor, Tensor]:
     fmt = o.cast.format
     assert fmt.tile is not None and o.scale is not None
     data = _padded(o, max(rows, fmt.tile[0]), 128)
+    scale = o.scale[: fmt.scale_shape(o.data.shape[0], o.columns)[0]]  # there may be a spare row
     if not fmt.scale_transposed:
-        return data, o.scale.t()
+        return data, scale.t()
     r = data.shape[0]
-    scale = o.scale
     if scale.shape[1] != r:  # stored with rows rounded to 4; zeros there, times zero codes
         scale = torch.nn.functional.pad(scale[:, : o.data.shape[0]], (0, r - o.data.shape[0]))
     return data, scale.t()

@@ -96,7 +96,7 @@ def _quantize(x: Tensor, row: Cast, *rest: Any) -> list[Tensor]:
 
 def _quantize_fuses(x: Any, row: Cast | None, col: Cast | None, *rest: Any) -> bool:
     keep_amax = len(rest) > 4 and rest[4]
-    return col is None and _fp32_scales(row) and not keep_amax
+    return col is None and row is not None and _fp32_scales(row) and not (keep_amax or row.spare)
 
 
 def _quantize_scaled(x: Tensor, scale: Tensor, cast: Cast, *rest: Any) -> list[Tensor]:

@@ -51,7 +51,7 @@ def parts(shape: Sequence[int], row: Cast | None, col: Cast | None) -> list[Part
             continue
         is_col = prefix == "col_"
         out.append(Part(prefix + "data", _data_shape(shape, cast, is_col), cast.layout[0]))
-        _, _, scale_tile, _, _, _, scale_dtype, two_level, shares, row_scaled, _ = cast.layout
+        _, _, scale_tile, _, _, _, scale_dtype, two_level, shares, row_scaled, *_ = cast.layout
         shared = shared or shares
         if scale_tile is not None:
             out.append(Part(prefix + "scale", _scale_shape(shape, cast, is_col), scale_dtype))
@@ -75,16 +75,17 @@ def part_names(row: Cast | None, col: Cast | None) -> tuple[str, ...]:
 
 
 def _scale_shape(shape: Sequence[int], cast: Cast, col: bool) -> tuple[int, int]:
-    _, _, scale_tile, (pad_r, pad_c), scale_transposed, col_transposed, _, _, _, _, _ = cast.layout
+    _, _, scale_tile, (pad_r, pad_c), scale_transposed, col_transposed, *_, spare = cast.layout
     m, k = flatten(shape)
     r, c = (k, m) if col else (m, k)
     rows, cols = cdiv(r, scale_tile[0]), cdiv(c, scale_tile[1])
     stored = (cols, rup(rows, pad_r)) if scale_transposed else (rup(rows, pad_r), rup(cols, pad_c))
-    return (stored[1], stored[0]) if col and not col_transposed else stored
+    first, second = (stored[1], stored[0]) if col and not col_transposed else stored
+    return (first + 1 if spare else first), second
 
 
 def _data_shape(shape: Sequence[int], cast: Cast, col: bool) -> tuple[int, ...]:
-    _, per_byte, _, _, _, col_transposed, _, _, _, _, transforms = cast.layout
+    _, per_byte, _, _, _, col_transposed, _, _, _, _, transforms, _ = cast.layout
     if col and not col_transposed:
         return tuple(shape)
     oriented = transposed_shape(shape) if col else tuple(shape)

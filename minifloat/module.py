@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from . import extra_state, scalars
+from . import extra_state, library, scalars
 from .formats import HIGH
 from .operands import Live
 from .recipe.autocast import STATE, note, settle
 from .recipe.base import Recipe
-from .recipe.delayed import DelayedState, Slots, update
+from .recipe.delayed import BACKWARD, FORWARD, DelayedState, Slots, update
 from .recipe.plan import Plan
 from .recipe.replay import Entry, tapes, unseen
 from .recipe.roles import QuantizerRole
@@ -48,12 +48,18 @@ class Begun(NamedTuple):
 class Module(nn.Module):
     """Base of our modules, and of a user's own that take part in recipes.
 
-    `get_quantizer_roles` says what each quantized tensor is; `delayed` is delayed scaling's state.
+    `get_quantizer_roles` says what each quantized tensor is, and `quantizers` are those that the
+    recipe in force has for these roles; `delayed` is delayed scaling's state. `name` is that of
+    roles and messages, `device` where the state lives.
     """
 
     module_type = "linear"
     delayed: DelayedState
     recipe: Recipe | None = None  # in force where no autocast is
+
+    def __init__(self, name: str | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self._setup(name, device)
 
     def _setup(self, name: str | None, device: torch.device | str | None) -> None:
         """Call once, after `nn.Module.__init__`."""
@@ -115,6 +121,38 @@ class Module(nn.Module):
             self._role_keys = keys
         return keys
 
+    @property
+    def quantizers(self) -> dict[str, list[Any]]:
+        """Of the slots of `get_quantizer_roles`: {"scaling_fwd": [...], "scaling_bwd": [...]}.
+
+        What a forward of one's own asks, in compiled code too; empty lists where no recipe is in
+        force. A slot that scales by history has a quantizer on this module's state, which the
+        outermost autocast updates on leaving; eager only.
+        """
+        recipe = STATE.recipe if STATE.depth else self.recipe
+        if recipe is None:
+            return {"scaling_fwd": [], "scaling_bwd": []}
+        forward, backward = recipe.quantizers(*self._roles(recipe))
+        if None in forward or None in backward:
+            return self._live_quantizers(recipe, forward, backward)
+        return {"scaling_fwd": list(forward), "scaling_bwd": list(backward)}
+
+    def _live_quantizers(self, recipe: Recipe, *made: tuple[Any, ...]) -> dict[str, list[Any]]:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{self._where()}: quantizers with delayed scaling inside torch.compile: a graph "
+                "cannot hold a scale that is live; use current scaling"
+            )
+        plan = self._begin().plan  # and the note for autocast
+        found = []
+        for slots, of in zip((FORWARD, BACKWARD), made, strict=True):
+            pairs = zip(slots, of, strict=True)
+            found.append([self._live(s, plan) if q is None else q for s, q in pairs])
+        return {"scaling_fwd": found[0], "scaling_bwd": found[1]}
+
+    def _live(self, slot: str, plan: Plan) -> Any:
+        return self.delayed.quantizer(slot, plan)._with_usages(True, True)
+
     # ------------------------------------------------------------------------- start of forward
     def _begin(self) -> Begun:
         """Read the ambient state, once; in a recompute, what the first run read."""
@@ -128,7 +166,8 @@ class Module(nn.Module):
             recipe, other, group = STATE.recipe, STATE.calibration, STATE.group
             if STATE.depth == 0:  # an autocast, if there is one, comes before what a layer says
                 recipe = self.recipe
-            plan = HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
+            roles = (None, None) if recipe is None else self._roles(recipe)
+            plan = HIGH_PLAN if recipe is None else recipe.plan(*roles)
             calibration = None if other is None else other.plan(*self._roles(other))
             if new:
                 entry = Entry(plan, calibration, group)
@@ -142,7 +181,7 @@ class Module(nn.Module):
             self._fit(state, plan.update.history_len)
             if not STATE.checkpointed:
                 state.__dict__["used"] = True
-                note(state, plan)
+                note(state, plan, recipe, roles)
         x: Live | None = state.live("input") if plan.delayed[0] else None
         w: Live | None = state.live("weight") if plan.delayed[1] else None
         g = state.live("grad_output") if plan.delayed[3] else None
@@ -154,7 +193,7 @@ class Module(nn.Module):
         elif entry is not None:
             with unseen(True):
                 entry.scales = [None if s is None else s[0].clone() for s in (x, w)]
-        elif torch.compiler.is_compiling():
+        elif library.traced():
             # The scales move on before backward, where a graph would read them again.
             w = None if w is None else (scalars.snapshot(w[0]), w[1])
             if STATE.checkpointed:
@@ -221,6 +260,14 @@ class Module(nn.Module):
             unexpected_keys,
             error_msgs,
         )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        held = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, attributes in held.items():  # those of a quantized parameter are left behind
+            now = vars(self._parameters[name])
+            now.update({k: v for k, v in attributes.items() if k not in now})
+        return self
 
     def _where(self) -> str:
         """How messages call this module."""

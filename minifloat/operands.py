@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, gemm, producers
+from . import dispatch, gemm, library, producers
 from .formats import Cast, Operand, cdiv
 from .layout import part_names
 from .producer import Producer
@@ -92,7 +92,8 @@ def activation_backward(  # noqa: PLR0913  (one call, many recipes)
     scale, amax = live or (None, None)
     act_scale = None if act_live is None else act_live[0]
     given = Given(scale, amax, act_scale, act_amax, seed)
-    made = producers.activation_backward(d, row, col, act_col, given, dbias=dbias)
+    roomy = (_roomy(row, m, False), _roomy(col, m, True), _roomy(act_col, m, True))
+    made = producers.activation_backward(d, *roomy, given, dbias=dbias)
     db = made[-1] if dbias else None
     n = len(_names(row, col))
     make = _named if live is None else _shared
@@ -205,8 +206,8 @@ def _cast(  # noqa: PLR0913
     front: Any = producers if isinstance(x, Lazy) else dispatch
     made = front.quantize(
         x,
-        row,
-        col,
+        _roomy(row, m, False),
+        _roomy(col, m, True),
         row_amax=amax,
         col_amax=amax,
         seed=seed,
@@ -236,6 +237,25 @@ def _named(
         scale = parts.get("col_scale", shared)
         b = column(parts["col_data"], scale, parts.get("col_amax"), col, m)
     return a, b
+
+
+def _roomy(cast: Cast | None, m: int, col: bool) -> Cast | None:
+    """`cast`, with a spare row of scales where a graph does not know whether m rows are one block.
+
+    To PyTorch a size of one is special: without it a graph would hold for the one case alone.
+    """
+    if cast is None or not cast.tiled or not library.traced():
+        return cast
+    _, _, (rows, columns), (padded, _), transposed, *_ = cast.layout
+    if col and transposed:
+        block = columns
+    elif not (col or transposed) and padded == 1:
+        block = rows
+    else:
+        return cast  # no size of its scales is a number of blocks of rows
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+    return cast if known(m <= block) or known(m > block) else cast.replace(spare=True)
 
 
 _NAMES: dict[tuple[int, int], tuple[str, ...]] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import library
 from .recipe import Recipe, RecipeState
 from .recipe.delayed import DelayedState
 from .recipe.plan import Plan
@@ -90,7 +91,8 @@ def initialise(
     with torch.no_grad(), fork:
         for weight in weights:
             init_method(weight)
-            if weight.numel() and bool(weight.isnan().any()):
+            seen = weight.numel() and not library.traced()  # fake tensors have no values
+            if seen and bool(weight.isnan().any()):
                 raise ValueError(
                     f"{where}: init_method left NaN in the weight; let it write every element"
                 )
@@ -118,7 +120,8 @@ def quantized_parameter(
 def quantized_weight(weight: Any, plan: Plan, where: str) -> Any:
     """A quantized weight as `plan` multiplies it; its values where that quantizes no weights."""
     if plan.w_row.layout[0] is not torch.uint8:
-        if not torch.compiler.is_compiling():
+        coded = weight._cast(False).layout[0] is torch.uint8
+        if coded and not torch.compiler.is_compiling():
             warnings.warn(
                 f"{where}: a quantized weight outside autocast is dequantized",
                 UserWarning,
@@ -159,6 +162,11 @@ def main_grad(weight: Any, where: str, argument: str) -> tuple[Any, bool, bool |
         raise RuntimeError(
             f"{where}: {argument} without weight.main_grad; set it to an fp32 or bf16 tensor of "
             "the weight's shape"
+        )
+    if found.shape != weight.shape:
+        raise ValueError(
+            f"{where}: {argument}: weight.main_grad has shape {tuple(found.shape)}; it must have "
+            f"the weight's, {tuple(weight.shape)}"
         )
     dummy = None
     if hasattr(weight, "grad_added_to_main_grad"):

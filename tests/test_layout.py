@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minifloat import dispatch
 from minifloat.formats import FORMATS, HADAMARD_SIGN_MASK, Cast, cdiv, rup
 from minifloat.layout import Part, flatten, part_names, parts, shares_scale, transposed_shape
 
@@ -187,3 +188,19 @@ def test_every_element_has_a_code_and_a_scale(shape: tuple[int, ...], cast: Cast
         if cast.format.scale_tile is not None:
             rows, columns = cast.format.scale_tile
             assert math.prod(described[prefix + "scale"][0]) * rows * columns >= m * k
+
+
+@pytest.mark.parametrize("m", [1, 128, 129])
+def test_a_spare_row_of_scales_changes_nothing_else(m: int) -> None:
+    cast = Cast("fp8_e4m3_1x128", pow2=True)
+    x = torch.randn(m, 40, generator=torch.Generator().manual_seed(m))
+    row, row_scale, col, col_scale = dispatch.quantize(x, cast, cast)
+    made = dispatch.quantize(x, cast, cast.replace(spare=True))
+    assert made[3].shape == (col_scale.shape[0] + 1, col_scale.shape[1])
+    described = parts(x.shape, cast, cast.replace(spare=True))
+    assert [tuple(t.shape) for t in made] == [p.shape for p in described]
+    for a, b in zip((row, row_scale, col, col_scale), (*made[:3], made[3][:-1]), strict=True):
+        assert torch.equal(a, b)
+    back = dispatch.dequantize(made[2], made[3], None, cast, x.shape, torch.float32, col=True)
+    exact = dispatch.dequantize(col, col_scale, None, cast, x.shape, torch.float32, col=True)
+    assert torch.equal(back, exact)

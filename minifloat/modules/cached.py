@@ -126,7 +126,7 @@ class CachesWeight(Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._cached, self._cached_version = None, ()  # it is not moved along
         held = [(name, b) for name, b in self._buffers.items() if b is not None]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         for name, b in held:  # a workspace keeps its dtypes: module.bfloat16() means the parameters
             moved = self._buffers[name]
             assert moved is not None

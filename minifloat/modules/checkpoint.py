@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.utils import checkpoint as _torch
 from ..recipe.autocast import STATE
 
 __all__ = ["checkpoint"]
+
+_OWN = ("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state")
 
 
 def checkpoint(
@@ -32,6 +35,9 @@ def checkpoint(
             "checkpoint: distribute_saved_activations, get_rng_state_tracker and tp_group are not "
             "supported; leave them at their defaults"
         )
+    if use_reentrant:  # PyTorch's takes no keywords of the function
+        own = {k: kwargs.pop(k) for k in _OWN if k in kwargs}
+        function, kwargs = functools.partial(function, **kwargs) if kwargs else function, own
     if not torch.compiler.is_compiling() or use_reentrant or "context_fn" in kwargs:
         return _torch.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
     outer, STATE.checkpointed = STATE.checkpointed, True

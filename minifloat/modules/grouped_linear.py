@@ -250,7 +250,7 @@ def _run(work: Any, call: Any, tensors: tuple[Any, ...], trains: bool) -> Any:
     device = tensors[1].device.type
     if torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False), torch.set_grad_enabled(trains):
-            return autograd.run(work, call, *tensors)
+            return autograd.run(work, call, *tensors, shield=device)
     if torch.compiler.is_compiling() and not trains:
         with torch.no_grad():  # Dynamo miscounts the arguments of a Function without gradients
             return autograd.run(work, call, *tensors)

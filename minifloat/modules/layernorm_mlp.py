@@ -178,6 +178,8 @@ class LayerNormMLP(Module, Normed):
             w, b = getattr(self, f"{part}_weight"), getattr(self, f"{part}_bias")
             w.tensor_model_parallel = True
             w.partition_dim, w.partition_stride = int(row), 1
+            if of.wgrad_store.enabled:
+                w.skip_backward_post_hook = True
             if b is not None and row:
                 b.sequence_parallel = self.sequence_parallel
             elif b is not None and of.parallel_mode == "column":
@@ -254,7 +256,7 @@ class LayerNormMLP(Module, Normed):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for _, of in self._parts():
             of._cached, of._cached_version = None, ()  # it is not moved along
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn, recurse)
 
     # ------------------------------------------------------------------------------- forward
     def forward(self, inp: Any, is_first_microbatch: bool | None = None) -> Any:

@@ -93,6 +93,8 @@ class Projection(CachesWeight):
             (out_features, column, "out_features"),
             (in_features, row, "in_features"),
         ):
+            if not hasattr(size, "__index__") or size < 0:
+                raise ValueError(f"{where}: {argument}: got {size!r}; an int >= 0 is needed")
             if size % ways:
                 raise ValueError(f"{where}: {argument}={size}: tp_size={ways} does not divide it")
         self.in_features, self.out_features = in_features // row, out_features // column
@@ -108,9 +110,22 @@ class Projection(CachesWeight):
         self._tp = None if group is None else collectives.Group(str(group.group_name), size)
 
     @property
+    def tp_group(self) -> Any:
+        """The ranks over which tensor parallelism runs, or None."""
+        if self._tp is None:
+            return None
+        found: Any = torch.distributed.distributed_c10d
+        return found._resolve_process_group(self._tp.name)
+
+    @property
     def primary_weights_in_fp8(self) -> bool:
         """Whether the weight itself is quantized."""
         return self._init_recipe is not None
+
+    @property
+    def preserve_high_precision_init_val(self) -> bool:
+        """Whether a quantized weight keeps the value that it was made from."""
+        return self._preserve
 
     # ------------------------------------------------------------------------------- a forward
     def _weight(self, weight: Any, dtype: torch.dtype, begun: Begun) -> Any:
@@ -201,12 +216,17 @@ class Projection(CachesWeight):
                 f"{self._where()}: inp: got shape {tuple(inp.shape)}; its last dim must be "
                 f"in_features={self.in_features}"
             )
-        if self._tp is None and self.tp_size > 1 and self.parallel_mode is not None:
+        if self._tp is None and self.tp_size > 1:
             raise RuntimeError(
                 f"{self._where()}: tp_size={self.tp_size} without a process group; pass tp_group "
                 "or call set_tensor_parallel_group(group)"
             )
-        if torch.is_autocast_enabled(inp.device.type):
+        if inp.device != weight.device:
+            raise RuntimeError(
+                f"{self._where()}: inp: it is on {inp.device}, the parameters on {weight.device}; "
+                "move one of them"
+            )
+        if not inp.is_meta and torch.is_autocast_enabled(inp.device.type):
             return inp.to(torch.get_autocast_dtype(inp.device.type))
         if inp.dtype != weight.dtype:
             raise TypeError(
@@ -334,10 +354,11 @@ class ModeError(ValueError, AssertionError):
 
 def run(links: tuple[Any, ...], inp: Any, params: tuple[Any, ...], trains: bool) -> Any:
     """The chain, as a module runs it: out of reach of torch.autocast, which has had its say."""
-    if torch.is_autocast_enabled(inp.device.type):  # inp is of its dtype: nothing more to cast
+    amp = not inp.is_meta and torch.is_autocast_enabled(inp.device.type)
+    if amp:  # inp is of its dtype: nothing more to cast
         off = torch.autocast(inp.device.type, enabled=False)
         with off, torch.set_grad_enabled(trains):
-            return chain(links, inp, *params)
+            return chain(links, inp, *params, shield=inp.device.type)
     if torch.compiler.is_compiling() and not trains:
         with torch.no_grad():  # Dynamo miscounts the arguments of a Function without gradients
             return chain(links, inp, *params)

@@ -104,6 +104,8 @@ class Weighted(Projection):
             w.tensor_model_parallel = True
             w.partition_dim = 1 if self.parallel_mode == "row" else 0
             w.partition_stride = 1
+            if self.wgrad_store.enabled:
+                w.skip_backward_post_hook = True  # backward leaves no gradient to act on
         for b in self._biases():
             if self.parallel_mode == "row":
                 b.sequence_parallel = self.sequence_parallel

@@ -170,7 +170,7 @@ class OperationFuser:
         device = x.device.type
         if torch.is_autocast_enabled(device):  # begin() has read its dtype
             with torch.autocast(device, enabled=False):
-                made = _run(pipeline, call, tensors)
+                made = _run(pipeline, call, tensors, device)
         else:
             made = _run(pipeline, call, tensors)
         if pipeline.exports:
@@ -313,7 +313,7 @@ def _distinct(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def _run(pipeline: Pipeline, call: Call, tensors: tuple[Any, ...]) -> Any:
+def _run(pipeline: Pipeline, call: Call, tensors: tuple[Any, ...], shield: str = "") -> Any:
     if not torch.is_grad_enabled():
         made = run(pipeline, call, *tensors)
         # PyTorch lets a view of a leaf require gradients even then.
@@ -321,7 +321,7 @@ def _run(pipeline: Pipeline, call: Call, tensors: tuple[Any, ...]) -> Any:
     if torch.compiler.is_compiling() and call.first >= pipeline.stop:
         with torch.no_grad():  # Dynamo miscounts the arguments of a Function without gradients
             return run(pipeline, call, *tensors)
-    return run(pipeline, call, *tensors)
+    return run(pipeline, call, *tensors, shield=shield)
 
 
 def _recipe() -> Any:

@@ -4,7 +4,8 @@ The ambient state is one plain object. A module reads it once per forward and ca
 backward and recompute read none of it. Modules that scale by history leave a note of their run in
 `STATE.ran`, a linked list `(state, limits, rule, group, earlier)`: a compiled graph adds a link
 without looking at what is there, so no guard depends on who ran before. The outermost exit updates
-them. (A link holds plain constants: PyTorch 2.11 cannot hand a value that it made to the outside.)
+them. (A link holds plain constants: PyTorch 2.11 cannot hand a value that it made to the outside.
+Functions are none: a rule with those is named by its recipe and the layer's roles.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from .available import get_default_recipe
-from .base import Recipe, check_recipe
+from .base import Recipe, Roles, check_recipe
 from .delayed import DelayedState, update
 from .plan import DelayedUpdate, Plan
 from .replay import in_first_run
@@ -61,29 +62,36 @@ class _State:
 STATE = _State()
 
 
-def note(state: DelayedState, plan: Plan) -> None:
-    """A module that scales by history ran."""
+def note(state: DelayedState, plan: Plan, recipe: Any, roles: tuple[Roles, Roles]) -> None:
+    """A module that scales by history ran `plan`, which `recipe` makes of `roles`."""
     rule = plan.update
     assert rule is not None
-    STATE.ran = (
-        state,
-        (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit),
-        (
-            rule.margin,
-            rule.history_len,
-            rule.amax_algo,
-            rule.scale_algo,
-            rule.reduce_amax,
-            rule.recipe,
-        ),
-        STATE.group,
-        STATE.ran,
-    )
+    found: tuple[Any, ...] = (recipe, *roles)
+    if rule.scale_algo is None and isinstance(rule.amax_algo, str):
+        found = (rule.margin, rule.history_len, rule.amax_algo, None, rule.reduce_amax)
+    limits = (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit)
+    STATE.ran = (state, limits, found, STATE.group, STATE.ran)
 
 
 def group_name(group: Any) -> str | None:
     """Graphs hold the names of process groups."""
-    return None if group is None else str(group.group_name)
+    if group is None:
+        return None
+    if not hasattr(group, "group_name"):
+        raise TypeError(
+            f"amax_reduction_group: got {type(group).__name__}; a process group of "
+            "torch.distributed is needed, or None for the world"
+        )
+    return str(group.group_name)
+
+
+def _check(where: str, enabled: Any, recipe: Any) -> None:
+    if isinstance(enabled, Recipe):
+        raise TypeError(
+            f"enabled: got a recipe; {where}'s first argument is whether: write recipe="
+        )
+    if recipe is not None:
+        check_recipe(recipe, "recipe")
 
 
 class autocast:  # noqa: N801  (the contract's name)
@@ -103,8 +111,7 @@ class autocast:  # noqa: N801  (the contract's name)
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        if recipe is not None:
-            check_recipe(recipe, "recipe")
+        _check("autocast", enabled, recipe)
         self.enabled = enabled
         self.calibrating = calibrating
         self.recipe = recipe
@@ -159,7 +166,9 @@ def _update(ran: Ran | None) -> None:
         if any(state is other for other in done):
             continue
         done.append(state)
-        update(state.forward_slots(limits), DelayedUpdate(*rule), group)
+        found = DelayedUpdate(*rule) if len(rule) == 5 else rule[0].plan(*rule[1:]).update
+        assert found is not None
+        update(state.forward_slots(limits), found, group)
 
 
 # ----------------------------------------------------------------------------- parameters at birth
@@ -176,8 +185,7 @@ class quantized_model_init:  # noqa: N801  (the contract's name)
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        if recipe is not None:
-            check_recipe(recipe, "recipe")
+        _check("quantized_model_init", enabled, recipe)
         self.enabled = enabled
         self.recipe = recipe
         self.preserve = preserve_high_precision_init_val
@@ -201,7 +209,8 @@ def fp8_autocast(
     _graph: bool = False,
 ) -> autocast:
     """Deprecated: `autocast`."""
-    warnings.warn("fp8_autocast is now called autocast", DeprecationWarning, stacklevel=2)
+    if not torch.compiler.is_compiling():  # a graph has nobody to tell
+        warnings.warn("fp8_autocast is now called autocast", DeprecationWarning, stacklevel=2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 

@@ -50,6 +50,7 @@ class Recipe(Record):
     fp8_mha: bool
     backward_override: str | None
     _plans: dict[tuple[Roles, Roles], Plan]
+    _quantizers: dict[tuple[Roles, Roles], tuple[tuple[Any, ...], tuple[Any, ...]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -61,7 +62,7 @@ class Recipe(Record):
                 cls._defaults = tuple(d for d in given if d is not inspect.Parameter.empty)
 
     def _derived(self) -> dict[str, Any]:
-        return {"_plans": {}}
+        return {"_plans": {}, "_quantizers": {}}
 
     # ------------------------------------------------------------------------------- kinds
     @classmethod
@@ -107,6 +108,25 @@ class Recipe(Record):
 
             made = make_plan(self, fwd_roles, bwd_roles)
             return self._plans.setdefault((fwd_roles, bwd_roles), made)
+
+    def quantizers(
+        self, fwd_roles: Roles = None, bwd_roles: Roles = None
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Quantizers of forward's and of backward's slots, None where one scales by history.
+
+        They make both copies and are values: `copy()` one to change it. As `plan`, this runs for
+        real while Dynamo traces; a number of roles other than a linear layer's is welcome here.
+        """
+        try:
+            return self._quantizers[fwd_roles, bwd_roles]
+        except KeyError:
+            from .plan import make_quantizers
+
+            made = (
+                make_quantizers(self, "forward", fwd_roles),
+                make_quantizers(self, "backward", bwd_roles),
+            )
+            return self._quantizers.setdefault((fwd_roles, bwd_roles), made)
 
     def _of_element(self, field: str, forward: bool) -> Any:
         """A field of the element of `fp8_format`, for traced code, which cannot read an enum."""
@@ -202,7 +222,9 @@ def register_recipe(cls: T) -> T:
     """
     derived = [n for base in cls.__mro__ for n in inspect.get_annotations(base)]
     public = [n for n in (*cls._fields, *derived) if not n.startswith("_")]
-    methods = ("_key", "_of_element", "__eq__", "plan", "replace", "to_dict", "to_json")
+    methods = (
+        "_key", "_of_element", "__eq__", "plan", "quantizers", "replace", "to_dict", "to_json",
+    )  # fmt: skip
     return register(cls, real=dict.fromkeys((*public, *methods, *_PREDICATES)))
 
 

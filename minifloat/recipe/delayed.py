@@ -88,7 +88,8 @@ class DelayedState(nn.Module):
 
     def quantizer(self, slot: str, plan: Any) -> Float8Quantizer:
         """A quantizer that scales by this slot's history."""
-        cast = plan.y_row if slot in FORWARD else plan.dx_row
+        casts = (plan.x_row, plan.w_row, plan.y_row, plan.g_row, plan.dx_row)
+        cast = casts[SLOTS.index(slot)]
         scale, amax = self.live(slot)
         made = Float8Quantizer(scale, amax, cast.format.element.dtype, columnwise=False)
         return made

@@ -23,7 +23,7 @@ from .types import Record
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DelayedUpdate", "Plan", "Product", "make_plan", "products"]
+__all__ = ["DelayedUpdate", "Plan", "Product", "make_plan", "make_quantizers", "products"]
 
 
 class DelayedUpdate(Record):
@@ -182,6 +182,21 @@ def make_plan(recipe: Recipe, fwd_roles: Roles, bwd_roles: Roles) -> Plan:
         bool(x.is_requantization_safe()),
         type(recipe).__name__,
     )
+
+
+def make_quantizers(recipe: Recipe, mode: str, roles: Roles) -> tuple[Quantizer | None, ...]:
+    """Quantizers of the slots of one direction, for keeps; None where one scales by history."""
+    count = len(roles) if roles is not None else 3 if mode == "forward" else 2
+    state = RecipeState.create(
+        recipe, mode=mode, num_quantizers=count, device="meta", roles=_roles(roles)
+    )
+    made = []
+    for quantizer, delayed in zip(state.make_quantizers(), state.delayed_slots, strict=True):
+        kept = None if delayed else quantizer._with_usages(True, True)
+        if kept is not None and kept._is_value():
+            kept._freeze()
+        made.append(kept)
+    return tuple(made)
 
 
 def _roles(roles: Roles) -> list[QuantizerRole | None] | None:

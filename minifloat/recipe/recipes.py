@@ -364,7 +364,7 @@ class CustomRecipe(Recipe):
             count(quantization_alignment, "quantization_alignment"),
         )
         self = object.__new__(cls)  # not interned: the factory may close over anything
-        derived = {"_key": (cls, *fields), "_plans": {}}
+        derived = {"_key": (cls, *fields), "_plans": {}, "_quantizers": {}}
         for name, value in (*zip(cls._fields, fields, strict=True), *derived.items()):
             object.__setattr__(self, name, value)
         return self

@@ -44,7 +44,7 @@ f32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _f32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def fp8_scale(

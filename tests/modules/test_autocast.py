@@ -16,6 +16,7 @@ from minifloat import recipe as recipes
 from minifloat.opaque import AVAILABLE
 from minifloat.quantizers import (
     Float8CurrentScalingQuantizer,
+    Float8Quantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
 )
@@ -211,6 +212,19 @@ def test_a_quantized_weight_outside_autocast_is_dequantized_and_says_so() -> Non
     with pytest.warns(UserWarning, match=r"Linear\(fc\): a quantized weight outside autocast"):
         y = module(data())
     assert torch.equal(y, nn.functional.linear(data(), module.weight.dequantize(), module.bias))
+
+
+def test_a_weight_that_a_recipe_leaves_alone_is_not_complained_about() -> None:
+    high = recipes.CustomRecipe(qfactory=recipes.high_precision_factory)
+    with minifloat.quantized_model_init(recipe=high):
+        module = layer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run(module, high), nn.functional.linear(data(), *plain(module)))
+
+
+def plain(module: Any) -> Any:
+    return module.weight.dequantize(), module.bias
 
 
 def test_a_quantized_weight_under_another_recipe_is_refused() -> None:
@@ -538,8 +552,7 @@ class Scaled(minifloat.Module):
     module_type = "gain"
 
     def __init__(self, name: str) -> None:
-        nn.Module.__init__(self)
-        self._setup(name, None)
+        super().__init__(name)
         self.gain = nn.Parameter(torch.linspace(0.5, 2, 32))
         self.asked = 0
 
@@ -548,7 +561,7 @@ class Scaled(minifloat.Module):
         return [minifloat.QuantizerRole("gain", kind, self.name or "") for kind in kinds]
 
     def forward(self, x: Tensor) -> Tensor:
-        quantizer = self._begin().plan.output
+        quantizer = self.quantizers["scaling_fwd"][2]
         rounded = torch.ops.minifloat_user_test.round(x, quantizer)
         return rounded * self.gain  # type: ignore[no-any-return]
 
@@ -578,6 +591,56 @@ def test_a_users_module_and_operator_in_one_graph() -> None:
             assert torch.equal(module(x), quantizer.quantize(x).dequantize() * module.gain)
     finally:
         library._destroy()
+
+
+def test_quantizers_of_a_module() -> None:
+    module = layer()
+    assert module.quantizers == {"scaling_fwd": [], "scaling_bwd": []}
+    for name, make in RECIPES.items():
+        recipe = make()
+        with minifloat.autocast(recipe=recipe):
+            found = module.quantizers
+        assert [len(found[k]) for k in ("scaling_fwd", "scaling_bwd")] == [3, 2]
+        for mode, key in (("forward", "scaling_fwd"), ("backward", "scaling_bwd")):
+            state = recipes.RecipeState.create(
+                recipe,
+                mode=mode,
+                num_quantizers=len(found[key]),
+                roles=module.get_quantizer_roles(
+                    fwd=mode == "forward", num_quantizers=len(found[key])
+                ),
+            )
+            for ours, theirs in zip(found[key], state.make_quantizers(), strict=True):
+                assert type(ours) is type(theirs)
+                assert name == "delayed" or ours == theirs
+
+
+class Rounds(minifloat.Module):
+    """A user's module that scales by history."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quantizers["scaling_fwd"][0].quantize(x).dequantize()  # type: ignore[no-any-return]
+
+
+def test_a_users_module_scales_by_history() -> None:
+    module, x = Rounds(), data()
+    for _ in range(2):
+        with minifloat.autocast(recipe=DELAYED):
+            y = module(x)
+    scale = 448 / x.abs().max()
+    assert module.delayed.scale_input == scale and "delayed.scale_input" in module.state_dict()
+    quantizer = Float8Quantizer(scale, torch.zeros(1), minifloat.DType.kFloat8E4M3)
+    assert torch.equal(y, quantizer.quantize(x).dequantize())
+
+
+@compiles
+def test_a_users_module_that_scales_by_history_says_so_in_a_graph() -> None:
+    fast, _ = compiled(Rounds(name="mine"))
+    with (
+        minifloat.autocast(recipe=DELAYED),
+        pytest.raises(Exception, match="(?s)mine.*quantizers with delayed.*use current scaling"),
+    ):
+        fast(data())
 
 
 @compiles
@@ -614,3 +677,61 @@ def test_no_warnings_in_a_plain_step() -> None:
             with minifloat.autocast(recipe=RECIPES[name]()):
                 y = module(x)
             y.sum().backward()
+
+
+def _largest(history: Tensor) -> Tensor:
+    return history.amax(0)
+
+
+def _scale(amax: Tensor, scale: Tensor, limit: Tensor, recipe: Any) -> Tensor:
+    return limit / (amax + 1 + recipe.margin)
+
+
+@compiles
+@pytest.mark.parametrize("around", [None, CURRENT], ids=["outermost", "nested"])
+def test_functions_of_delayed_scaling_around_a_graph(around: Any) -> None:
+    recipe = recipes.DelayedScaling(
+        margin=2, amax_compute_algo=_largest, scaling_factor_compute_algo=_scale
+    )
+    eager, other = layer(), layer()
+
+    def step(module: Any) -> Any:
+        def function(x: Tensor) -> Any:
+            if around is None:
+                return module(x)
+            with minifloat.autocast(recipe=recipe):
+                return module(x)
+
+        return function
+
+    fast, counter = compiled(step(other))
+    for i in range(3):
+        for call in (step(eager), fast):
+            with minifloat.autocast(recipe=recipe if around is None else around):
+                y = call(data(i))
+            y.sum().backward()
+    assert counter.graphs == 1 and same(buffers(eager), buffers(other))
+    assert eager.delayed.scale_input != 1 and torch.equal(eager.weight.grad, other.weight.grad)
+
+
+@compiles
+def test_the_deprecated_name_in_a_graph() -> None:
+    module = layer()
+
+    def function(x: Tensor) -> Any:
+        with minifloat.fp8_autocast(enabled=True, fp8_recipe=MX):
+            return module(x)
+
+    with pytest.warns(DeprecationWarning, match="autocast"):
+        assert agree(function, module) == 1
+
+
+@pytest.mark.parametrize("region", [minifloat.autocast, minifloat.quantized_model_init])
+def test_a_recipe_in_the_place_of_enabled(region: Any) -> None:
+    with pytest.raises(TypeError, match="enabled: got a recipe.*recipe="):
+        region(MX)
+
+
+def test_a_group_that_is_none() -> None:
+    with pytest.raises(TypeError, match="amax_reduction_group: got str.*process group"):
+        minifloat.autocast(amax_reduction_group="world")

@@ -333,6 +333,25 @@ def test_what_minifloat_checkpoint_does_not_take() -> None:
             minifloat.checkpoint(lambda x: x, data(0), **{name: object()})
 
 
+def test_keywords_of_the_function_in_a_reentrant_checkpoint() -> None:
+    layer = minifloat.Linear(32, 48)
+    grads = []
+    for repeat in (False, True):
+        layer.zero_grad()
+        x = data(0)
+        with minifloat.autocast(recipe=recipes.Float8CurrentScaling()):
+            if repeat:
+                y = minifloat.checkpoint(
+                    layer, x, use_reentrant=True, preserve_rng_state=False, is_first_microbatch=True
+                )
+            else:
+                y = layer(x, is_first_microbatch=True)
+        backward(y)
+        grads.append([y, x.grad, layer.weight.grad])
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_determinism_checks_pass() -> None:
     block = Block()
     with minifloat.autocast(recipe=recipes.NVFP4BlockScaling()):

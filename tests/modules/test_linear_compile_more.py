@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 import minifloat
 from minifloat import recipe as recipes
@@ -81,14 +82,12 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "2d": lambda t: (t, 48),
     "3d": lambda t: (t, 3, 48),
     "3d-both": lambda t: (t, 2 * t + 5, 48),
-    "large": lambda t: (128 + t, 48),
 }
-FEW = {("current", "2d"), ("delayed", "3d")}
+FEW = {("current", "2d"), ("delayed", "3d"), ("block", "2d")}
 SHAPED = [
     pytest.param(name, shape, id=f"{name}-{shape}", marks=[] if (name, shape) in FEW else DEEP)
     for name in RECIPES
     for shape in SHAPES
-    if shape != "large" or name == "block"
 ]
 
 
@@ -102,8 +101,7 @@ def test_twenty_token_counts_are_at_most_two_graphs(name: str, shape: str) -> No
         x = sample(*SHAPES[shape](tokens), seed=i)
         compare(step(layer, x, recipe, i), step(compiled, x, recipe, i))
         compare(state(layer), state(other))
-    # To PyTorch a size of one is special, and up to 128 tokens have one block of 128.
-    assert counter.graphs <= (3 if name == "block" and shape != "large" else 2)
+    assert counter.graphs <= 2
 
 
 # ------------------------------------------------------------------------------------ shared graphs
@@ -404,8 +402,18 @@ def test_two_uses_are_the_sum_of_each(name: str) -> None:
 @quick(("current", "nvfp4"))
 @pytest.mark.parametrize("outside", [False, True], ids=["in-graph", "around"])
 def test_torch_autocast_on_fp32_parameters(name: str, outside: bool) -> None:
+    torch_autocast(RECIPES[name](), outside)
+
+
+@pytest.mark.parametrize("outside", [pytest.param(False, marks=DEEP), True], ids=["in", "around"])
+@pytest.mark.parametrize("override", ["high_precision", pytest.param("dequantized", marks=DEEP)])
+def test_torch_autocast_and_a_backward_in_high_precision(override: str, outside: bool) -> None:
+    torch_autocast(recipes.MXFP8BlockScaling(backward_override=override), outside)
+
+
+def torch_autocast(recipe: recipes.Recipe, outside: bool) -> None:
     """Its dtype is that of the activations, and of nothing inside the layer."""
-    recipe, layer = RECIPES[name](), linear()
+    layer = linear()
     other, counter = copy.deepcopy(layer), Counter()
     none = contextlib.nullcontext()
 
@@ -474,3 +482,15 @@ def test_inference_mode(name: str) -> None:
     other = copy.deepcopy(layer)
     compare(step(other, x, recipe), step(compiled, x, recipe))
     compare(state(other), state(layer))
+
+
+@quick(("delayed", "nvfp4"))
+def test_a_dispatch_mode_changes_nothing(name: str) -> None:
+    recipe, layer = RECIPES[name](), linear()
+    other = copy.deepcopy(layer)
+    for i in range(2):
+        expected = step(layer, sample(6, 48, seed=i), recipe, i)
+        with FlopCounterMode(display=False):
+            got = step(other, sample(6, 48, seed=i), recipe, i)
+        compare(expected, got)
+        compare(state(layer), state(other))

@@ -94,6 +94,37 @@ def test_an_unknown_parallel_mode(mode: Any, error: type[Exception]) -> None:
         layer(parallel_mode=mode)
 
 
+@pytest.mark.parametrize("size", [-1, 32.0, "32", None])
+@pytest.mark.parametrize("argument", ["in_features", "out_features"])
+def test_a_size_that_is_none(argument: str, size: Any) -> None:
+    sizes = {"in_features": 32, "out_features": 48, argument: size}
+    with pytest.raises(ValueError, match=says(argument, repr(size), "an int >= 0")):
+        minifloat.Linear(**sizes, name="fc")
+
+
+@pytest.mark.parametrize("mode", [None, "column", "row"])
+def test_ranks_without_a_group(mode: Any) -> None:
+    made = layer(tp_size=2, parallel_mode=mode)
+    pattern = says("tp_size=2", "process group", "tp_group", "set_tensor_parallel_group")
+    with refused(RuntimeError, pattern, made), minifloat.autocast(recipe=CURRENT):
+        made(torch.randn(4, made.in_features))
+
+
+def test_an_input_on_another_device() -> None:
+    made = layer()
+    with refused(RuntimeError, says("inp", "meta", "cpu", "move"), made):
+        made(torch.randn(4, 32, device="meta"))
+
+
+@pytest.mark.parametrize("shape", [(3,), (32, 48)])
+def test_a_main_grad_of_another_shape(shape: tuple[int, ...]) -> None:
+    made = layer(fuse_wgrad_accumulation=True)
+    made.weight.main_grad = torch.zeros(shape)
+    pattern = says("fuse_wgrad_accumulation", "main_grad", r"\(48, 32\)")
+    with refused(ValueError, pattern, made), minifloat.autocast(recipe=CURRENT):
+        made(torch.randn(4, 32))
+
+
 SPLITS: list[tuple[Any, type[Exception], tuple[str, ...], dict[str, Any]]] = [
     ((), ValueError, ("empty", "name at least one"), {}),
     ([], ValueError, ("empty", "name at least one"), {}),

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import minifloat
 from minifloat import recipe as recipes
@@ -593,3 +594,34 @@ def test_a_write_that_fails_leaves_the_target_alone(tmp_path: Any, monkeypatch: 
 def test_a_missing_file(tmp_path: Any, capsys: Any) -> None:
     assert main(["convert-checkpoint", str(tmp_path / "no.pt"), str(tmp_path / "out.pt")]) == 1
     assert "no.pt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "nvfp4"])
+@pytest.mark.parametrize("move", [lambda m: m.bfloat16(), lambda m: m.to("meta")])
+def test_attributes_of_a_quantized_parameter_survive_a_move(name: str, move: Any) -> None:
+    with minifloat.quantized_model_init(recipe=RECIPES[name]()):
+        layer = minifloat.Linear(32, 48, parallel_mode="row")
+    main_grad = layer.weight.main_grad = torch.zeros(48, 32)
+    move(layer)
+    assert layer.weight.main_grad is main_grad
+    assert layer.weight.tensor_model_parallel and layer.weight.partition_dim == 1
+
+
+def test_weights_whose_gradient_comes_later_say_so() -> None:
+    later = minifloat.Linear(8, 8, delay_wgrad_compute=True)
+    assert later.weight.skip_backward_post_hook
+    assert not hasattr(minifloat.Linear(8, 8).weight, "skip_backward_post_hook")
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_shapes_without_values(name: str) -> None:
+    """A layer on the meta device, and one of fake tensors, tell the shapes of a step."""
+    for region in (torch.device("meta"), FakeTensorMode()):
+        with region, minifloat.autocast(recipe=RECIPES[name]()):
+            layer = minifloat.Linear(32, 48)
+            x = torch.randn(2, 5, 32, requires_grad=True)
+            y = layer(x)
+        with region if isinstance(region, FakeTensorMode) else contextlib.nullcontext():
+            y.sum().backward()
+        assert y.shape == (2, 5, 48) and x.grad is not None and x.grad.shape == x.shape
+        assert layer.weight.grad is not None and layer.weight.grad.shape == (48, 32)
