@@ -83,6 +83,11 @@ class BasicOperation(FusibleOperation):
                 "or make another operation"
             )
 
+    @property
+    def _writes_extra_inputs(self) -> bool:
+        """Whether forward may write to the memory of its extra inputs."""
+        return False
+
     # ------------------------------------------------------------------- start and end of a call
     def begin(
         self,

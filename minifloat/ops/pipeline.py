@@ -57,6 +57,9 @@ class Pipeline:
         # Lists, searched by ==: Dynamo cannot hash a tuple of ints in every version.
         needed = [key for i in inside for key in wiring.sources[i] if key[0] not in inside]
         self.imports: list[Key] = list(dict.fromkeys(needed))
+        self.written: list[Key] = [
+            key for i in inside if ops[i]._writes_extra_inputs for key in wiring.sources[i]
+        ]
         later = [key for keys in wiring.sources[stop:] for key in keys]
         wanted = [*wiring.public, *later]
         self.exports: list[Key] = [k for k in wiring.used if k[0] in inside and k in wanted]
@@ -70,6 +73,8 @@ class Pipeline:
         """`autograd.run`'s: tensors are the input, the imports, the parameters."""
         x = tensors[0]
         extra = dict(zip(self.imports, tensors[1 : 1 + len(self.imports)], strict=True))
+        if self.written and not torch.compiler.is_compiling():
+            self._protect(x, extra)
         contexts: dict[int, OperationContext] = {}
         for op, indices in self.forward_ops:
             here = [
@@ -93,6 +98,14 @@ class Pipeline:
         for t in (x, *[extra[key] for key in self.exports]):
             outputs.append(_fresh(t, tensors, outputs))
         return tuple(outputs), saved, note
+
+    def _protect(self, x: Any, extra: dict[Key, Any]) -> None:
+        """Copy what is written to, where the caller gave its memory twice: operations save x."""
+        for key in self.written:
+            if key in extra:
+                others = [x, *[t for k, t in extra.items() if k != key]]
+                if any([_overlap(extra[key], t) for t in others]):  # noqa: C419
+                    extra[key] = extra[key].clone()
 
     def _run(
         self, op: Any, indices: list[int], contexts: list[Any], x: Any, extra: Any, call: Call
@@ -234,6 +247,25 @@ def _tensor(y: Any, method: str) -> Any:
     if isinstance(y, Tensor | QuantizedTensorStorage | Handed):
         return y
     raise TypeError(f"{method}: returned {type(y).__name__} as its output; a tensor is needed")
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Whether two tensors may share memory."""
+    for t in (a, b):
+        if isinstance(t, QuantizedTensorStorage) or not isinstance(t, Tensor):
+            return False  # its values are made anew
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    (start, stop), (first, last) = _span(a), _span(b)
+    return bool(start < last and first < stop)
+
+
+def _span(t: Any) -> tuple[Any, Any]:
+    """The bytes of its storage that it lies in: from, to."""
+    start = t.storage_offset()
+    reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    stop = start + reach + 1 if t.numel() else start
+    return start * t.element_size(), stop * t.element_size()
 
 
 def _fresh(t: Any, given: tuple[Any, ...], made: list[Any]) -> Any:

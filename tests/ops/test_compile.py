@@ -27,7 +27,7 @@ from .cases import (
     step,
 )
 from .test_fuser import Twice, fuse_scales, residual
-from .test_styles import OldSquare, Square
+from .test_styles import LegacyGELU, OldSquare, Square
 
 BF16 = torch.bfloat16
 DEEP = pytest.mark.deep
@@ -224,19 +224,23 @@ def test_a_users_split_operation() -> None:
     compiled_like_eager(model, as_is, data(3, 7, 32), recipes.Float8CurrentScaling())
 
 
-@pytest.fixture
-def registered() -> Iterator[None]:
-    functions = ops.OperationFuser.forward_backward_fusion_functions
-    ops.register_forward_backward_fusion(fuse_scales)
-    yield
+@pytest.fixture(params=["forward", "backward", "forward_backward"])
+def registered(request: pytest.FixtureRequest) -> Iterator[str]:
+    functions = getattr(ops.OperationFuser, f"{request.param}_fusion_functions")
+    getattr(ops, f"register_{request.param}_fusion")(fuse_scales)
+    yield request.param
     functions.remove(fuse_scales)
 
 
-@pytest.mark.usefixtures("registered")
-def test_a_users_fusion() -> None:
+def test_a_users_fusion(registered: str) -> None:
     model = ops.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(0.75), ops.Bias(8))
     compiled_like_eager(model, as_is, data(3, 8))
-    assert isinstance(model._module_groups[0]._forward_ops[0][0], Twice)
+    fuser = model._module_groups[0]
+    found = {"forward": fuser._forward_ops[0][0], "backward": fuser._backward_ops[-1][0]}
+    for direction, op in found.items():
+        assert isinstance(op, Twice) == (direction in registered.split("_"))
+    if registered == "backward":
+        return
     seen: list[str] = []
 
     def look(module: Any, inputs: Any) -> Any:
@@ -249,8 +253,9 @@ def test_a_users_fusion() -> None:
     assert "1.5" in seen[0] and "0.75" not in seen[0]  # the graph multiplies once
 
 
-def test_a_legacy_operation_that_dynamo_follows() -> None:
-    model = ops.Sequential(ops.RMSNorm(32), OldSquare(), ops.Linear(32, 32))
+@pytest.mark.parametrize("cls", [OldSquare, LegacyGELU])
+def test_a_legacy_operation_that_dynamo_follows(cls: Any) -> None:
+    model = ops.Sequential(ops.RMSNorm(32), cls(), ops.Linear(32, 32))
     compiled_like_eager(model, as_is, data(3, 7, 32), recipes.Float8CurrentScaling())
 
 

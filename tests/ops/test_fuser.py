@@ -364,3 +364,46 @@ def test_a_second_derivative_is_refused(layer: Any) -> None:
     (grad,) = torch.autograd.grad((layer()(x) ** 2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (grad**2).sum().backward()
+
+
+def test_in_place_spares_what_was_given_twice() -> None:
+    """A residual: the norm saves the input, which the sum may not overwrite."""
+    model = ops.Sequential(ops.RMSNorm(8), ops.Linear(8, 8), ops.AddExtraInput(in_place=True))
+    given = torch.randn(4, 8)
+    results = []
+    for extra in (lambda x: x, lambda x: x.clone(), lambda x: x.view(2, 2, 8).view(4, 8)):
+        x = given.clone().requires_grad_()
+        y = model(x, extra(x))
+        y.sum().backward()
+        results.append((y.detach(), x.grad))
+        assert torch.equal(x, given)
+    for y, grad in results[1:]:
+        torch.testing.assert_close(y, results[0][0])
+        torch.testing.assert_close(grad, results[0][1])
+    both = torch.randn(2, 4, 8)  # parts of one memory that do not overlap
+    expected = both[0] + both[1]
+    ops.AddExtraInput(in_place=True)(both[0], both[1])
+    assert torch.equal(both[1], expected)
+
+
+@pytest.mark.parametrize("last", [ops.GELU, lambda: ops.Linear(8, 8)])
+def test_in_place_needs_memory_of_its_own(last: Any) -> None:
+    """The gradient of a sum is one number, expanded."""
+    model = ops.Sequential(ops.MakeExtraOutput(in_place=True), last())
+    grads = []
+    for in_place in (True, False):
+        model[0]._in_place = in_place
+        x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+        y, extra = model(x)
+        (y.sum() + 3 * extra.sum()).backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_in_place_keeps_the_dtype_of_what_it_may_write_to() -> None:
+    op, x = ops.AddExtraInput(in_place=True), torch.randn(4, 8)
+    for extra in (torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(8), torch.randn(8, 1)[:, 0]):
+        expected = (x + extra).to(extra.dtype)
+        compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x, extra.clone()), expected)
+        assert torch.equal(op(x, extra), expected)

@@ -277,3 +277,14 @@ def test_a_legacy_subclass_reaches_its_split_parent(recipe: str | None) -> None:
         ):
             assert not op._use_split_forward
             assert torch.equal(op(x, *extra), 2 * parent(x, *extra)), type(op)
+
+
+def test_classes_are_found_where_they_live() -> None:
+    """By Transformer Engine's paths, too."""
+    from minifloat.ops import basic, fused
+
+    assert basic.BasicLinear is ops.BasicLinear and basic.RMSNorm is ops.RMSNorm
+    assert fused.ForwardLinearBiasAdd is ops.ForwardLinearBiasAdd
+    for module, name in ((basic, "Sequential"), (basic, "FusedMLP"), (fused, "GELU")):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+            getattr(module, name)

@@ -15,10 +15,18 @@ __all__ = ["AddExtraInput", "MakeExtraOutput"]
 
 
 def _added(into: Any, x: Any, in_place: bool) -> Any:
-    """`into + x`, in the memory of `into` if allowed; a graph lets its compiler decide on that."""
-    if not in_place or torch.compiler.is_compiling():
+    """`into + x`, in the memory and the dtype of `into` if allowed. In a graph, memory is the
+    compiler's."""
+    if not in_place:
         return x + into
+    if torch.compiler.is_compiling() or x.shape != into.shape or _expanded(into):
+        return (x + into).to(into.dtype)
     return into.detach().add_(x)
+
+
+def _expanded(t: Any) -> bool:
+    """Whether its elements share memory, such as those of a sum's gradient."""
+    return 0 in [stride for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1]
 
 
 def _joining(into: Any, shape: tuple[int, ...], dtype: torch.dtype, in_place: bool) -> Any:
@@ -60,6 +68,10 @@ class AddExtraInput(BasicOperation):
     @property
     def _reuses(self) -> bool:
         return self._in_place and self._extra_input_channels[0] is None
+
+    @property
+    def _writes_extra_inputs(self) -> bool:
+        return self._reuses
 
     def fuser_forward_save_ctx(
         self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
