@@ -432,10 +432,15 @@ class Quantizer(abc.ABC):
         """An uninitialised result that honours the usages."""
         inputs.check_nominal(dtype)
         described = self._holding(dtype)
-        inner = described.alloc_tensors(shape, device=device)
+        if torch.compiler.is_compiling():  # it may have been made while tracing: see `describe`
+            specs = describe(described, shape)
+            inner = allocate(specs, device)
+        else:
+            specs = described.inner_tensor_specs(shape)
+            inner = described.alloc_tensors(shape, device=device)
         if pin_memory:
             inner = [t.pin_memory() for t in inner]
-        buffers = dict(zip(described.inner_tensor_specs(shape), inner, strict=True))
+        buffers = dict(zip(specs, inner, strict=True))
         if not self._holds_group():
             return assemble(self, shape, dtype, buffers, requires_grad)
         quantizer = self.copy()
