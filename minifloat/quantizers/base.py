@@ -126,7 +126,7 @@ class Quantizer(abc.ABC):
         if self._frozen and name in (self._value_fields() or ()):
             raise RuntimeError(
                 f"{type(self).__name__}.{name} cannot change: a graph holds this quantizer as a "
-                "constant and would not see it. Change a copy: q = q.copy()"
+                "constant and would not see it. Change a copy, outside the graph: q = q.copy()"
             )
         object.__setattr__(self, name, value)
 
