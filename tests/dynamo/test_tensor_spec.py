@@ -280,6 +280,11 @@ def test_of_a_plain_tensor() -> None:
     assert (made.shape, made.dtype, made.requires_grad) == ((3, 5), torch.float16, True)
 
 
+def test_of_what_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match="tensor: got NoneType"):
+        to_tensor_spec(None)
+
+
 @cases
 def test_of_a_quantized_tensor(name: str, usage: str, internal: bool) -> None:
     q = make_quantizer(FOUR[name], usage, internal)
