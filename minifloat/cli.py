@@ -18,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="minifloat", description="Low-precision training tools.")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what runs where on this machine, and why")
-    doctor.add_argument("--device", default=None, help="e.g. cpu, cuda:0 (default: the GPU if any)")
+    doctor.add_argument(
+        "--device", type=_device, default=None, help="e.g. cpu, cuda:0 (default: the GPU if any)"
+    )
     doctor.add_argument("--matrix", action="store_true", help="what runs where on all machines")
     convert = commands.add_parser(
         "convert-checkpoint", help="Transformer Engine's delayed-scaling state into plain tensors"
@@ -42,8 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.matrix:
         print(matrix())
         return 0
-    print(report(None if args.device is None else torch.device(args.device)))
+    print(report(args.device))
     return 0
+
+
+def _device(text: str) -> torch.device:
+    """A device that is there; argparse turns the error into a message."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; e.g. cpu, cuda:0") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise argparse.ArgumentTypeError(f"{text!r}: PyTorch sees {count} CUDA devices here")
+    return device
 
 
 def _convert(source: str, target: str) -> int:

@@ -25,6 +25,16 @@ def test_doctor_takes_a_device(capsys):
     assert "device   cpu" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("device", "message"), [("foo", "'foo' is no device"), ("cuda:99", "PyTorch sees")]
+)
+def test_doctor_names_a_device_that_is_not_there(capsys, device, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--device", device])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["fly"])

@@ -161,6 +161,10 @@ class TensorSpec:
 
 def to_tensor_spec(tensor: Any) -> TensorSpec:
     """The description of a tensor or of a bare quantized storage."""
+    if not isinstance(tensor, Tensor) and not hasattr(type(tensor), "_INNER_TENSORS"):
+        raise TypeError(
+            f"tensor: got {type(tensor).__name__}; a Tensor or a quantized storage is needed"
+        )
     dtype = tensor.dtype if isinstance(tensor, Tensor) else tensor._dtype
     # No getattr with a default: Dynamo takes it where it cannot read the quantizer.
     quantized = hasattr(type(tensor), "_INNER_TENSORS")

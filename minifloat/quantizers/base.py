@@ -126,7 +126,7 @@ class Quantizer(abc.ABC):
         if self._frozen and name in (self._value_fields() or ()):
             raise RuntimeError(
                 f"{type(self).__name__}.{name} cannot change: a graph holds this quantizer as a "
-                "constant and would not see it. Change a copy: q = q.copy()"
+                "constant and would not see it. Change a copy, outside the graph: q = q.copy()"
             )
         object.__setattr__(self, name, value)
 
@@ -432,10 +432,15 @@ class Quantizer(abc.ABC):
         """An uninitialised result that honours the usages."""
         inputs.check_nominal(dtype)
         described = self._holding(dtype)
-        inner = described.alloc_tensors(shape, device=device)
+        if torch.compiler.is_compiling():  # it may have been made while tracing: see `describe`
+            specs = describe(described, shape)
+            inner = allocate(specs, device)
+        else:
+            specs = described.inner_tensor_specs(shape)
+            inner = described.alloc_tensors(shape, device=device)
         if pin_memory:
             inner = [t.pin_memory() for t in inner]
-        buffers = dict(zip(described.inner_tensor_specs(shape), inner, strict=True))
+        buffers = dict(zip(specs, inner, strict=True))
         if not self._holds_group():
             return assemble(self, shape, dtype, buffers, requires_grad)
         quantizer = self.copy()

@@ -1,7 +1,7 @@
-"""`nn.Module.float`, `half` and `bfloat16` leave quantized parameters quantized.
+"""`nn.Module.float`, `half`, `bfloat16` and `to(dtype)` leave quantized parameters quantized.
 
 They change the nominal dtype only. PyTorch asks each parameter for `.half()`, which is a plain
-tensor; no hook says that a module is asking, so the three methods are replaced, once.
+tensor; no hook says that a module is asking, so the four methods are replaced, once.
 """
 
 from __future__ import annotations
@@ -20,27 +20,48 @@ _METHODS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfl
 
 
 def keep_quantized_parameters() -> None:
-    """Replace the three methods; modules without quantized parameters see no difference."""
-    for name, dtype in _METHODS.items():
-        original = getattr(torch.nn.Module, name)
-        if not hasattr(original, "_minifloat"):
-            setattr(torch.nn.Module, name, _nominal(original, dtype))
+    """Replace the four methods; modules without quantized parameters see no difference."""
+    methods = {name: _named(name, dtype) for name, dtype in _METHODS.items()}
+    for name, method in {**methods, "to": _to(torch.nn.Module.to)}.items():
+        if not hasattr(getattr(torch.nn.Module, name), "_minifloat"):
+            method._minifloat = True  # type: ignore[attr-defined]
+            setattr(torch.nn.Module, name, method)
 
 
-def _nominal(original: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+def _is_quantized(module: torch.nn.Module) -> bool:
+    return any(isinstance(p, Wrapper) for p in module.parameters())
+
+
+def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     def convert(t: Any) -> Any:
         if isinstance(t, Wrapper):
             return t.to_dtype(dtype)
         return t.to(dtype) if t.is_floating_point() else t
 
+    return module._apply(convert)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _named(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    original = getattr(torch.nn.Module, name)
+
     @wraps(original)
     def method(self: torch.nn.Module) -> torch.nn.Module:
-        quantized = any(isinstance(p, Wrapper) for p in self.parameters())
-        if quantized:
-            self._apply(convert)  # type: ignore[no-untyped-call]
-        else:
-            original(self)
+        if _is_quantized(self):
+            return _converted(self, dtype)
+        original(self)
         return self
 
-    method._minifloat = True  # type: ignore[attr-defined]
+    return method
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is None or not dtype.is_floating_point or not _is_quantized(self):
+            original(self, *args, **kwargs)
+            return self
+        original(self, device=device, non_blocking=non_blocking, memory_format=memory_format)
+        return _converted(self, dtype)
+
     return method

@@ -255,9 +255,9 @@ def clear_columnwise_cache(model_weights: Any) -> None:
 
 def is_custom(x: Any = None) -> bool:
     """Whether a quantizer or a quantized tensor says that it is a user's own (`custom = True`)."""
-    if x is None or type(x) is Tensor:
-        return False
     if not isinstance(x, (Quantizer, QuantizedTensorStorage)):
+        if x is None or isinstance(x, Tensor):
+            return False
         raise TypeError(
             f"x: got {type(x).__name__}; a Quantizer, a quantized tensor or None is needed"
         )

@@ -280,6 +280,11 @@ def test_of_a_plain_tensor() -> None:
     assert (made.shape, made.dtype, made.requires_grad) == ((3, 5), torch.float16, True)
 
 
+def test_of_what_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match="tensor: got NoneType"):
+        to_tensor_spec(None)
+
+
 @cases
 def test_of_a_quantized_tensor(name: str, usage: str, internal: bool) -> None:
     q = make_quantizer(FOUR[name], usage, internal)
@@ -404,7 +409,19 @@ def test_a_graph_describes_its_input(name: str) -> None:
         spec = to_tensor_spec(t)
         return spec.inner_names(), spec.is_quantized, spec.create_inner_tensors()
 
-    names, quantized, inner = torch.compile(fn, backend="aot_eager", fullgraph=True)(made)
+    names, quantized, inner = compiled(fn)(made)
     assert quantized
     assert names == tuple(buffers(made))
     assert [t.shape for t in inner] == [t.shape for t in buffers(made).values()]
+
+
+@compiles
+@pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
+def test_an_empty_tensor_is_made_in_a_graph(make: Make) -> None:
+    def fn(q: Any, x: Tensor) -> Any:
+        return q.make_empty(x.shape, dtype=torch.bfloat16, device="cpu")
+
+    q = make()
+    made = compiled(fn)(q, sample(33, 48))
+    assert structure(made) == structure(fn(q, sample(33, 48)))
+    assert made._quantizer == q

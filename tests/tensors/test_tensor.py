@@ -341,8 +341,16 @@ def test_modules_keep_quantized_parameters(kind: str) -> None:
         assert net.weight is weight and isinstance(net.weight, QuantizedTensor)
         assert bits(net.weight) == bits(quantized(kind))
         assert net.weight.requires_grad
+    for to in ((torch.bfloat16,), ("cpu", torch.float16), (torch.empty(0),)):
+        assert net.to(*to) is net
+        dtype = to[-1].dtype if isinstance(to[-1], torch.Tensor) else to[-1]
+        assert net.weight.dtype == net.bias.dtype == dtype
+        assert isinstance(net.weight, QuantizedTensor)
+        assert bits(net.weight) == bits(quantized(kind))
     net.to("cpu")
     assert isinstance(net.weight, QuantizedTensor)
+    with pytest.raises(TypeError, match="floating point"):
+        net.to(torch.int8)
     plain = torch.nn.Linear(2, 2).half()
     assert plain.weight.dtype == torch.float16
 

@@ -77,7 +77,8 @@ def test_copies_that_follow_from_nothing_stay() -> None:
 
 def test_custom_objects_say_so() -> None:
     quantizer, t = KINDS["current"](), quantized("current")
-    assert not any(utils.is_custom(x) for x in (None, values(1), quantizer, t))
+    plain = torch.nn.Parameter(values(1))
+    assert not any(utils.is_custom(x) for x in (None, values(1), plain, quantizer, t))
     quantizer.custom = True
     assert utils.is_custom(quantizer)
     with pytest.raises(TypeError, match="got str"):
