@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .modules import LayerNormLinear, LayerNormMLP, Linear
+from .modules.grouped_linear import GroupedLinear
 
 __all__ = ["LayerCounts", "QuantizedReport", "assert_quantized"]
 
@@ -24,7 +25,7 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """How often each of (fprop, dgrad, wgrad) of a layer ran.
+    """How often each of (fprop, dgrad, wgrad) of a layer ran; of experts, for all of them at once.
 
     `quantized` with quantized operands, `by_recipe` in high precision where the recipe says so
     (`backward_override`, for one), `high` because no recipe was in force.
@@ -102,7 +103,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every product of a module of ours, by name; names are those of the uncompiled model."""
     for name, module in model.named_modules():
         name = ".".join(part for part in name.split(".") if part != "_orig_mod")
-        if isinstance(module, Linear | LayerNormLinear):
+        if isinstance(module, Linear | LayerNormLinear | GroupedLinear):
             yield name, module
         elif isinstance(module, LayerNormMLP):
             prefix = f"{name}." if name else ""

@@ -159,3 +159,31 @@ def test_not_twice_at_once() -> None:
     with pytest.raises(RuntimeError, match="counted already"):
         minifloat.assert_quantized(model, lambda: counted(model))
     counted(model)
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["apart", "single"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_experts(single: bool, compiled: bool) -> None:
+    """A product of all experts is one."""
+    torch._dynamo.reset()
+    model = nn.ModuleDict(
+        {"experts": minifloat.GroupedLinear(3, 32, 48, device="cpu", single_grouped_weight=single)}
+    )
+    call: Any = model["experts"]
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    x = torch.randn(20, 32)
+
+    def step(used: recipe.Recipe | None = CURRENT) -> None:
+        for sizes in ([4, 0, 16], [20, 0, 0]):
+            with minifloat.autocast(enabled=used is not None, recipe=used):
+                y = call(x.clone().requires_grad_(), torch.tensor(sizes))
+            y.sum().backward()
+
+    report = minifloat.assert_quantized(model, step)
+    assert report.layers["experts"].quantized == (2, 2, 2) and report.total == 6
+    override = recipe.Float8CurrentScaling(backward_override="high_precision")
+    found = minifloat.assert_quantized(model, lambda: step(override)).layers["experts"]
+    assert (found.quantized, found.by_recipe) == ((2, 0, 0), (0, 2, 2))
+    with pytest.raises(AssertionError, match="experts: ran in high precision: 2 fprop, 2 dgrad"):
+        minifloat.assert_quantized(model, lambda: step(None))
