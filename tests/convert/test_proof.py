@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import minifloat
-from minifloat import recipe
+from minifloat import ops, recipe
 
 from .models import INNER, Model, tokens, train
 
@@ -186,4 +186,34 @@ def test_experts(single: bool, compiled: bool) -> None:
     found = minifloat.assert_quantized(model, lambda: step(override)).layers["experts"]
     assert (found.quantized, found.by_recipe) == ((2, 0, 0), (0, 2, 2))
     with pytest.raises(AssertionError, match="experts: ran in high precision: 2 fprop, 2 dgrad"):
+        minifloat.assert_quantized(model, lambda: step(None))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_operations(compiled: bool) -> None:
+    """Fused or not: linear operations by their names in the sequence, experts at once."""
+    torch._dynamo.reset()
+    sizes = torch.tensor([4, 0, 16])
+    model = ops.Sequential(
+        ops.LayerNorm(32, device="cpu"),
+        ops.Linear(32, 64, device="cpu"),
+        ops.GELU(),
+        ops.Linear(64, 32, bias=False, device="cpu"),
+        ops.GroupedLinear(3, 32, 64, device="cpu"),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(3, 32, 16, device="cpu", single_grouped_weight=True),
+    )
+    call: Any = model
+    if compiled:
+        call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x, scales = torch.randn(20, 32), torch.rand(20)
+
+    def step(used: recipe.Recipe | None = CURRENT) -> None:
+        with minifloat.autocast(enabled=used is not None, recipe=used):
+            call(x.clone().requires_grad_(), sizes, scales, sizes).sum().backward()
+
+    layers = minifloat.assert_quantized(model, step).layers
+    assert list(layers) == ["1.basic_ops.0", "3.basic_ops.0", "4", "6"]
+    assert all(layer.quantized == (1, 1, 1) for layer in layers.values())
+    with pytest.raises(AssertionError, match="6: ran in high precision: 1 fprop, 1 dgrad, 1 wgrad"):
         minifloat.assert_quantized(model, lambda: step(None))
