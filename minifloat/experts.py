@@ -278,17 +278,19 @@ class Experts(Module):
         return weight
 
     def _main_grads(self, owners: list[Any], argument: str) -> tuple[Any, bool, bool | None]:
-        """(where the weights' gradients go, whether to overwrite it, dummy gradient: None, or
-        whether it is zeros)."""
-        found = [main_grad(w, self._where(), argument) for w in owners]
-        _, overwrite, dummy = found[0]
-        if any([f[1:] != found[0][1:] for f in found]):  # noqa: C419  (2.11 traces lists)
+        """(where the weights' gradients go, None for a frozen one among several, whether to
+        overwrite it, dummy gradient: None, or whether it is zeros)."""
+        where = self._where()
+        found = [main_grad(w, where, argument) if w.requires_grad else None for w in owners]
+        trained = [f for f in found if f is not None]
+        _, overwrite, dummy = trained[0]
+        if any([f[1:] != trained[0][1:] for f in trained]):  # noqa: C419  (2.11 traces lists)
             raise ValueError(
                 f"{self._where()}: {argument}: the experts' weights differ in "
                 "overwrite_main_grad, grad_added_to_main_grad or zero_out_wgrad; make them agree"
             )
-        into = found[0][0] if self.single_grouped_weight else tuple([f[0] for f in found])
-        return into, overwrite, dummy
+        each = [None if f is None else f[0] for f in found]
+        return each[0] if self.single_grouped_weight else tuple(each), overwrite, dummy
 
     # ------------------------------------------------------------------------------------ checks
     def _check_dtypes(self, owners: list[Any]) -> None:

@@ -16,15 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .inputs import INPUT_DTYPES
 from .modules import LayerNormLinear, LayerNormMLP, Linear
+from .modules.grouped_linear import GroupedLinear
 from .modules.projection import Projection
 from .recipe import Recipe, get_default_recipe
 from .recipe.autocast import autocast
 from .recipe.base import check_recipe
-from .tensors import QuantizedTensorStorage
+from .tensors import GroupedTensorStorage, QuantizedTensorStorage
 
 __all__ = ["LayerMemory", "MemoryReport", "kept_per_token", "memory_report"]
 
-OURS = (Linear, LayerNormLinear, LayerNormMLP)
+OURS = (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear)
+_QUANTIZED = (QuantizedTensorStorage, GroupedTensorStorage)
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ def kept_per_token(module: Any, recipe: Recipe | None, tokens: int) -> float:
         if type(twin) is nn.Linear and recipe is not None:
             Linear.adopt(twin)
             twin.__dict__["_advise"] = lambda *args: None
+        given = _splits(twin)
         own = {id(t.untyped_storage()) for t in _tensors(twin)}
         weight = next(iter(twin.parameters()))
         features = getattr(twin, "in_features", None) or twin.hidden_size
@@ -161,7 +164,7 @@ def kept_per_token(module: Any, recipe: Recipe | None, tokens: int) -> float:
         quiet = warnings.catch_warnings()
         with quiet, torch.enable_grad(), hooks, autocast(recipe is not None, recipe=recipe):
             warnings.simplefilter("ignore")
-            type(twin).forward(twin, x)
+            type(twin).forward(twin, x, *given)
     return sum(size for _, size in saved.values()) / tokens
 
 
@@ -188,12 +191,27 @@ def _twin(module: nn.Module, mode: FakeTensorMode) -> Any:
     return twin
 
 
+def _splits(twin: Any) -> tuple[Any, ...]:
+    """What a layer takes besides its input: of experts, rows of each, which decide no size."""
+    if not isinstance(twin, GroupedLinear):
+        return ()
+    weights = twin._weights()
+    if len(weights) > 1 and not isinstance(weights[0], _QUANTIZED):
+        # They lie side by side and are read there, which fake tensors cannot tell.
+        whole = torch.empty(len(weights), *weights[0].shape, dtype=weights[0].dtype)
+        twin.weight = nn.Parameter(whole.to(weights[0].device), weights[0].requires_grad)
+        twin.single_grouped_weight = True
+    sizes = torch.empty(twin.num_gemms, dtype=torch.int64, device=weights[0].device)
+    twin.__dict__["_sizes"] = lambda *args: sizes
+    return (sizes,)
+
+
 def _fake_buffer(b: Tensor, mode: FakeTensorMode) -> Tensor:
     return torch.empty_like(b, device="cpu") if b.is_meta else mode.from_tensor(b)
 
 
 def _fake_parameter(p: Any, mode: FakeTensorMode) -> Any:
-    if isinstance(p, QuantizedTensorStorage):
+    if isinstance(p, _QUANTIZED):
         return mode.from_tensor(p)  # type: ignore[arg-type]
     made = torch.empty(p.shape, dtype=p.dtype, device=_where(p))
     return nn.Parameter(made, p.requires_grad)
@@ -210,7 +228,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 def _parts(t: Any) -> list[Tensor]:
     """The plain tensors that hold the bytes of `t`."""
-    if isinstance(t, QuantizedTensorStorage):
+    if isinstance(t, _QUANTIZED):
         names, _ = t.__tensor_flatten__()
         return [getattr(t, name) for name in names]
     return [t]

@@ -16,15 +16,19 @@ import torch
 from torch import nn
 
 from .modules import LayerNormLinear, LayerNormMLP, Linear
+from .modules.grouped_linear import GroupedLinear
+from .ops.basic import grouped_linear as grouped_op
+from .ops.basic.linear import BasicLinear
 
 __all__ = ["LayerCounts", "QuantizedReport", "assert_quantized"]
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
+_COUNTED = (Linear, LayerNormLinear, GroupedLinear, BasicLinear, grouped_op.GroupedLinear)
 
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """How often each of (fprop, dgrad, wgrad) of a layer ran.
+    """How often each of (fprop, dgrad, wgrad) of a layer ran; of experts, for all of them at once.
 
     `quantized` with quantized operands, `by_recipe` in high precision where the recipe says so
     (`backward_override`, for one), `high` because no recipe was in force.
@@ -102,7 +106,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every product of a module of ours, by name; names are those of the uncompiled model."""
     for name, module in model.named_modules():
         name = ".".join(part for part in name.split(".") if part != "_orig_mod")
-        if isinstance(module, Linear | LayerNormLinear):
+        if isinstance(module, _COUNTED):
             yield name, module
         elif isinstance(module, LayerNormMLP):
             prefix = f"{name}." if name else ""

@@ -121,7 +121,7 @@ class GroupedLinear:
 def wgrad(g_col: Grouped, x_col: Grouped, group: Members, call: Call) -> Any:
     """The weights' gradients `[E, N, K]`, or None once `main_grad` has them, or where deferred.
 
-    `main_grad` is one tensor of that shape, or a tuple of one for each member.
+    `main_grad` is one tensor of that shape, or a tuple of one for each member; None: it has none.
     """
     if call.defer is not None:
         call.defer(g_col, x_col, group, call._replace(defer=None))
@@ -130,9 +130,17 @@ def wgrad(g_col: Grouped, x_col: Grouped, group: Members, call: Call) -> Any:
     out: Any = call.main_grad
     if not isinstance(out, tuple):
         return linear.wgrad(g_col, x_col, call, **by)
-    made = product(linear.WGRAD, g_col, x_col, call, out[0].dtype, **by)
+    shape = (g_col.shape[1], x_col.shape[1])
+    for one in out:
+        if one is not None and tuple(one.shape) != shape:
+            raise ValueError(
+                f"main_grad: got shape {tuple(one.shape)}; the gradient of a weight has {shape}"
+            )
+    (dtype, *_) = [one.dtype for one in out if one is not None]
+    made = product(linear.WGRAD, g_col, x_col, call, dtype, **by)
+    pairs = [(a, b) for a, b in zip(out, made.unbind(0), strict=True) if a is not None]
     change = torch._foreach_copy_ if call.overwrite else torch._foreach_add_
-    change(list(out), list(made.unbind(0)))
+    change([a for a, _ in pairs], [b for _, b in pairs])
     return linear.stand_in(made.shape, call, made.device)
 
 

@@ -28,7 +28,7 @@ class QuantizedOperation(BasicOperation, Module):
     """
 
     _framework = True
-    _counts = {"forward": 0, "backward": 0}
+    _slot_counts = {"forward": 0, "backward": 0}
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class QuantizedOperation(BasicOperation, Module):
             raise ValueError(
                 f"{type(self).__name__}: mode: got {mode!r}; allowed: 'forward', 'backward'"
             )
-        return self._counts[mode]
+        return self._slot_counts[mode]
 
     def get_quantizer_roles(
         self, mode: str | None = None, *, fwd: bool = True, num_quantizers: int | None = None
     ) -> list[QuantizerRole | None] | None:
         """Roles of the quantizers of a mode; with `num_quantizers`, of a linear layer's slots."""
         mode = mode or ("forward" if fwd else "backward")
-        kinds = SLOTS[mode][: self._counts[mode]]
+        kinds = SLOTS[mode][: self._slot_counts[mode]]
         roles: list[QuantizerRole | None] = [QuantizerRole("linear", kind, "") for kind in kinds]
         missing = (num_quantizers or len(roles)) - len(roles)
         return [*roles, *[None for _ in range(missing)]]

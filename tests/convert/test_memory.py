@@ -24,7 +24,7 @@ RECIPES = (
 TOKENS = 256
 
 
-def held(module: Any, used: recipe.Recipe | None, width: int) -> float:
+def held(module: Any, used: recipe.Recipe | None, width: int, *rest: Any) -> float:
     """Bytes per token that a real forward keeps."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     sizes: dict[int, int] = {}
@@ -39,7 +39,7 @@ def held(module: Any, used: recipe.Recipe | None, width: int) -> float:
     x = torch.randn(TOKENS, width, dtype=torch.bfloat16, requires_grad=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
     with minifloat.autocast(used is not None, recipe=used), hooks:
-        module(x)
+        module(x, *rest)
     return sum(sizes.values()) / TOKENS
 
 
@@ -50,6 +50,35 @@ def test_it_is_what_a_forward_keeps(kind: str, used: recipe.Recipe) -> None:
     (layer,) = minifloat.memory_report(module, used, tokens=TOKENS).layers
     assert layer.kept_before == pytest.approx(held(module, None, 64), abs=0.2)
     assert layer.kept_after == pytest.approx(held(module, used, 64), abs=0.2)
+
+
+@pytest.mark.parametrize("used", RECIPES, ids=lambda r: r.__class__.__name__)
+@pytest.mark.parametrize("single", [False, True], ids=["apart", "single"])
+def test_experts(single: bool, used: recipe.Recipe) -> None:
+    module = minifloat.GroupedLinear(
+        4, 64, 128, params_dtype=torch.bfloat16, device="cpu", single_grouped_weight=single
+    )
+    before = dict(module.__dict__), list(module.parameters())
+    (layer,) = minifloat.memory_report(module, used, tokens=TOKENS).layers
+    assert module.__dict__ == before[0]
+    assert all(a is b for a, b in zip(module.parameters(), before[1], strict=True))
+    splits = [100, 0, 56, 100]
+    assert layer.parameters == 4 * 128 * 65
+    assert layer.kept_before == pytest.approx(held(module, None, 64, splits), abs=0.2)
+    assert layer.kept_after == pytest.approx(held(module, used, 64, splits), abs=0.2)
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["apart", "single"])
+def test_quantized_experts(single: bool) -> None:
+    used = recipe.MXFP8BlockScaling()
+    with minifloat.quantized_model_init(recipe=used):
+        module = minifloat.GroupedLinear(
+            4, 64, 128, params_dtype=torch.bfloat16, device="cpu", single_grouped_weight=single
+        )
+    (layer,) = minifloat.memory_report(module, used, tokens=TOKENS).layers
+    codes, scales, bias = 2 * 4 * 64 * 128, 2 * 4 * 128 * 4, 2 * 4 * 128
+    state = sum(b.numel() * b.element_size() for b in module.buffers())
+    assert layer.bytes_after == codes + scales + bias + state
 
 
 def test_before_conversion_and_after() -> None:

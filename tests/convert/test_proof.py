@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import minifloat
-from minifloat import recipe
+from minifloat import ops, recipe
 
 from .models import INNER, Model, tokens, train
 
@@ -159,3 +159,61 @@ def test_not_twice_at_once() -> None:
     with pytest.raises(RuntimeError, match="counted already"):
         minifloat.assert_quantized(model, lambda: counted(model))
     counted(model)
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["apart", "single"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_experts(single: bool, compiled: bool) -> None:
+    """A product of all experts is one."""
+    torch._dynamo.reset()
+    model = nn.ModuleDict(
+        {"experts": minifloat.GroupedLinear(3, 32, 48, device="cpu", single_grouped_weight=single)}
+    )
+    call: Any = model["experts"]
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    x = torch.randn(20, 32)
+
+    def step(used: recipe.Recipe | None = CURRENT) -> None:
+        for sizes in ([4, 0, 16], [20, 0, 0]):
+            with minifloat.autocast(enabled=used is not None, recipe=used):
+                y = call(x.clone().requires_grad_(), torch.tensor(sizes))
+            y.sum().backward()
+
+    report = minifloat.assert_quantized(model, step)
+    assert report.layers["experts"].quantized == (2, 2, 2) and report.total == 6
+    override = recipe.Float8CurrentScaling(backward_override="high_precision")
+    found = minifloat.assert_quantized(model, lambda: step(override)).layers["experts"]
+    assert (found.quantized, found.by_recipe) == ((2, 0, 0), (0, 2, 2))
+    with pytest.raises(AssertionError, match="experts: ran in high precision: 2 fprop, 2 dgrad"):
+        minifloat.assert_quantized(model, lambda: step(None))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_operations(compiled: bool) -> None:
+    """Fused or not: linear operations by their names in the sequence, experts at once."""
+    torch._dynamo.reset()
+    sizes = torch.tensor([4, 0, 16])
+    model = ops.Sequential(
+        ops.LayerNorm(32, device="cpu"),
+        ops.Linear(32, 64, device="cpu"),
+        ops.GELU(),
+        ops.Linear(64, 32, bias=False, device="cpu"),
+        ops.GroupedLinear(3, 32, 64, device="cpu"),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(3, 32, 16, device="cpu", single_grouped_weight=True),
+    )
+    call: Any = model
+    if compiled:
+        call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x, scales = torch.randn(20, 32), torch.rand(20)
+
+    def step(used: recipe.Recipe | None = CURRENT) -> None:
+        with minifloat.autocast(enabled=used is not None, recipe=used):
+            call(x.clone().requires_grad_(), sizes, scales, sizes).sum().backward()
+
+    layers = minifloat.assert_quantized(model, step).layers
+    assert list(layers) == ["1.basic_ops.0", "3.basic_ops.0", "4", "6"]
+    assert all(layer.quantized == (1, 1, 1) for layer in layers.values())
+    with pytest.raises(AssertionError, match="6: ran in high precision: 1 fprop, 1 dgrad, 1 wgrad"):
+        minifloat.assert_quantized(model, lambda: step(None))

@@ -170,6 +170,41 @@ def test_main_grad(name: str, single: bool) -> None:
     assert all(p.grad is None for p in layer.parameters() if p.dim() > 1 and not single)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_a_frozen_expert_has_no_main_grad(compiled: bool) -> None:
+    recipe = recipes.Float8CurrentScaling()
+    layer, other = (
+        mf.GroupedLinear(4, 48, 64, bias=False, device="cpu", fuse_wgrad_accumulation=fused)
+        for fused in (True, False)
+    )
+    other.load_state_dict(layer.state_dict())
+    owners = weights(layer)
+    for i, w in enumerate(owners):
+        w.requires_grad_(i in (1, 2))
+        if w.requires_grad:
+            w.main_grad = torch.full(w.shape, 0.5)
+    torch._dynamo.reset()
+    call: Any = layer
+    if compiled:
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(55, 48)
+    for one in (call, other):
+        with mf.autocast(recipe=recipe):
+            one(x.clone().requires_grad_(), [5, 0, 33, 17]).sum().backward()
+    assert torch.equal(owners[1].main_grad, torch.full((64, 48), 0.5))
+    torch.testing.assert_close(owners[2].main_grad, 0.5 + other.weight2.grad)
+    assert all(w.grad is None for w in owners)
+
+
+def test_a_main_grad_of_another_shape() -> None:
+    layer = mf.GroupedLinear(2, 48, 64, bias=False, device="cpu", fuse_wgrad_accumulation=True)
+    for w in weights(layer):
+        w.main_grad = torch.zeros(64 * 48)
+    y = layer(torch.randn(5, 48), [2, 3])
+    with pytest.raises(ValueError, match=r"main_grad: got shape \(3072,\); .* has \(64, 48\)"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("name", slow(["current", "mxfp8", "none"]))
 @pytest.mark.parametrize("single", [False, True], ids=["discrete", "single"])
 def test_later_weight_gradients(name: str, single: bool) -> None:

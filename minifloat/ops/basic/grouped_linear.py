@@ -57,7 +57,7 @@ class GroupedLinear(Experts, QuantizedOperation):
     Parameters are those of `minifloat.GroupedLinear`, and it computes the same.
     """
 
-    _counts = {"forward": 2, "backward": 1}  # for each group
+    _slot_counts = {"forward": 2, "backward": 1}  # for each group
 
     def __init__(  # noqa: PLR0913  (the contract's signature)
         self,
@@ -89,6 +89,7 @@ class GroupedLinear(Experts, QuantizedOperation):
         device = default_device(device)
         super().__init__(device)
         self._probe: Any = None  # while somebody looks at the operands
+        self._counts: Tensor | None = None  # of the products that ran, while somebody counts
         self.delayed = DelayedState(device, num_groups)
         self.num_groups = self.num_gemms = num_groups
         self.in_features, self.out_features = in_features, out_features
@@ -137,7 +138,7 @@ class GroupedLinear(Experts, QuantizedOperation):
             state = RecipeState.create(
                 recipe,
                 mode=mode,
-                num_quantizers=self._counts[mode],
+                num_quantizers=self._slot_counts[mode],
                 device=self.delayed.scale_input.device,
                 roles=roles,
             )
@@ -201,6 +202,7 @@ class GroupedLinear(Experts, QuantizedOperation):
             *into,
             seed,
             defer=self.wgrad_store.put if self._defers(needs[1]) else None,
+            counts=self._counts,
             probe=self._probe,
         )
         return {"begun": begun, "call": call}

@@ -34,7 +34,7 @@ class BasicLinear(QuantizedOperation):
     columns ("column") or rows ("row") of the weight, and communicates as `sequence_parallel` says.
     """
 
-    _counts = {"forward": 2, "backward": 1}
+    _slot_counts = {"forward": 2, "backward": 1}
 
     def __init__(  # noqa: PLR0913  (the contract's signature)
         self,
@@ -67,6 +67,7 @@ class BasicLinear(QuantizedOperation):
         super().__init__(device)
         self._init_recipe, self._preserve = STATE.init, STATE.preserve
         self._probe: Any = None  # while somebody looks at the operands
+        self._counts: torch.Tensor | None = None  # of the products that ran, while somebody counts
         tp = None if tensor_parallel_mode is None else group_of(tensor_parallel_group)
         self._tp = tp
         self.tensor_parallel_mode = tensor_parallel_mode if tp is not None else None
@@ -153,6 +154,7 @@ class BasicLinear(QuantizedOperation):
             None,
             *into,
             seed,
+            counts=self._counts,
             probe=self._probe,
         )
         return {"begun": begun, "call": call}

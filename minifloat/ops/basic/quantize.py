@@ -32,7 +32,7 @@ class Quantize(QuantizedOperation):
     quantized already stays as it is, and so does the gradient under a `backward_override`.
     """
 
-    _counts = {"forward": 1, "backward": 1}
+    _slot_counts = {"forward": 1, "backward": 1}
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
