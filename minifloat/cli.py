@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ._version import __version__
 from .bench.options import add_arguments as add_bench_arguments
 from .train.options import add_arguments
 
@@ -16,6 +17,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="minifloat", description="Low-precision training tools.")
+    parser.add_argument("--version", action="version", version=f"minifloat {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what runs where on this machine, and why")
     doctor.add_argument("--device", default=None, help="e.g. cpu, cuda:0 (default: the GPU if any)")
@@ -37,12 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _train(args)
     if args.command == "bench":
         return _bench(args)
+    return _doctor(args.device, args.matrix)
+
+
+def _doctor(name: str | None, wants_matrix: bool) -> int:
     from .doctor import matrix, report
 
-    if args.matrix:
+    if wants_matrix:
         print(matrix())
         return 0
-    print(report(None if args.device is None else torch.device(args.device)))
+    try:
+        device = None if name is None else torch.device(name)
+        said = report(device)
+    except (RuntimeError, AssertionError) as error:  # PyTorch's: no such device, or not here
+        if name is None:
+            raise
+        first = str(error).splitlines()[0]
+        print(f"minifloat doctor: --device {name}: cannot be used here: {first}", file=sys.stderr)
+        return 1
+    print(said)
     return 0
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import minifloat
 from minifloat.cli import main
 
 
@@ -23,6 +24,21 @@ def test_doctor_runs_as_a_module():
 def test_doctor_takes_a_device(capsys):
     assert main(["doctor", "--device", "cpu"]) == 0
     assert "device   cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:999"])
+def test_doctor_says_which_device_is_not_there(capsys, device):
+    assert main(["doctor", "--device", device]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"minifloat doctor: --device {device}: cannot be used here: ")
+    assert error.count("\n") == 1
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"minifloat {minifloat.__version__}\n"
 
 
 def test_an_unknown_command_is_refused(capsys):

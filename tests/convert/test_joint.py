@@ -323,3 +323,17 @@ def test_fusing_more_later_keeps_what_is_fused() -> None:
     assert report.unfused == {"1": "1.up is fused with a norm already"}
     for name, value in grads(made).items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.deep  # compiles twice
+def test_inspected_in_a_graph() -> None:
+    """The operator that measures tells the parts of a product to their layers as eager does."""
+    made = converted()
+    torch._dynamo.reset()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    with minifloat.inspect(made) as eager:
+        grads(made)
+    grads(compiled)
+    with minifloat.inspect(made) as report:
+        grads(compiled)
+    assert report.as_dict() == eager.as_dict()
