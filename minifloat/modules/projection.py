@@ -93,6 +93,8 @@ class Projection(CachesWeight):
             (out_features, column, "out_features"),
             (in_features, row, "in_features"),
         ):
+            if size < 0:
+                raise ValueError(f"{where}: {argument}={size}: it cannot be negative")
             if size % ways:
                 raise ValueError(f"{where}: {argument}={size}: tp_size={ways} does not divide it")
         self.in_features, self.out_features = in_features // row, out_features // column
