@@ -120,9 +120,9 @@ FUSED = {
 }  # fmt: skip
 
 
-def grads(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def grads(model: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Tensor]:
     """The output, and the gradients of everything."""
-    x = torch.randn(3, 21, K, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(3, 21, K, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     x.requires_grad_()
     y = model(x)
     y.float().square().mean().backward()
