@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ._version import __version__
 from .bench.options import add_arguments as add_bench_arguments
 from .train.options import add_arguments
 
@@ -16,6 +17,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="minifloat", description="Low-precision training tools.")
+    parser.add_argument("--version", action="version", version=f"minifloat {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what runs where on this machine, and why")
     doctor.add_argument(
@@ -39,12 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _train(args)
     if args.command == "bench":
         return _bench(args)
+    return _doctor(args.device, args.matrix)
+
+
+def _doctor(device: torch.device | None, wants_matrix: bool) -> int:
     from .doctor import matrix, report
 
-    if args.matrix:
+    if wants_matrix:
         print(matrix())
         return 0
-    print(report(args.device))
+    print(report(device))
     return 0
 
 

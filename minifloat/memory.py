@@ -112,6 +112,8 @@ def memory_report(
     default = get_default_recipe() if recipe is None else check_recipe(recipe, "recipe")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; an nn.Module is needed")
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"tokens: got {tokens!r}; a whole number, at least 1, is needed")
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, *OURS))]
     converted = any(isinstance(m, OURS) for _, m in found)
     layers = []

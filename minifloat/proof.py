@@ -71,7 +71,8 @@ class QuantizedReport:
     def __str__(self) -> str:
         good = len(self.layers) - len(self.failures)
         lines = [f"{self.total} quantized products ran, in {good} of {len(self.layers)} layers"]
-        lines += [f"  {name}: {failure}" for name, failure in self.failures.items()]
+        told = ((name or "(model)", failure) for name, failure in self.failures.items())
+        lines += [f"  {name}: {failure}" for name, failure in told]
         return "\n".join(lines)
 
 
@@ -84,6 +85,8 @@ def assert_quantized(model: nn.Module, step: Callable[[], Any]) -> QuantizedRepo
     """
     if not callable(step):
         raise TypeError(f"step: got {type(step).__name__}; a function without arguments is needed")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}; an nn.Module is needed")
     found = dict(_layers(model))
     if not found:
         raise AssertionError(

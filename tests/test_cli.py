@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import minifloat
 from minifloat.cli import main
 
 
@@ -33,6 +34,13 @@ def test_doctor_names_a_device_that_is_not_there(capsys, device, message):
         main(["doctor", "--device", device])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"minifloat {minifloat.__version__}\n"
 
 
 def test_an_unknown_command_is_refused(capsys):

@@ -46,6 +46,9 @@ def convert(
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; an nn.Module is needed")
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module):  # compiled: names are those of the model itself
+        model = inner
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens: got {tokens!r}; a whole number, at least 1, is needed")
     if filter is not None and not callable(filter):

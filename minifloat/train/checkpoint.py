@@ -110,6 +110,8 @@ def save(
     for old in folder.glob("step-*"):
         if old.name != path.name and old.suffix in (".safetensors", ".pt"):
             old.unlink(missing_ok=True)
+    for half in files.unfinished(folder, "step-"):
+        half.unlink(missing_ok=True)  # of a process that was killed while it wrote
 
 
 def _sha256(path: Path) -> str:

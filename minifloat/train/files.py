@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import TrainError
 
-__all__ = ["explained", "write", "write_json", "write_text"]
+__all__ = ["explained", "unfinished", "write", "write_json", "write_text"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, the size of a file
 
@@ -42,6 +42,11 @@ def write(path: Path, fill: Callable[[str], None]) -> None:
     finally:
         if os.path.exists(name):
             os.unlink(name)
+
+
+def unfinished(folder: Path, prefix: str) -> list[Path]:
+    """The temporary files of `write` for names that begin with `prefix`."""
+    return list(folder.glob(f".{prefix}*"))
 
 
 def _system_error(error: Exception) -> OSError | None:

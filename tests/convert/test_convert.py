@@ -437,6 +437,15 @@ def test_errors_change_nothing(arguments: dict[str, Any], message: str) -> None:
     assert all(type(m) is not minifloat.Linear for m in model.modules())
 
 
+def test_a_compiled_model_goes_by_its_own_names() -> None:
+    model = Model()
+    compiled = torch.compile(model, backend="aot_eager")
+    report = minifloat.convert(compiled, CURRENT, recipes={"blocks.0.*": None})
+    assert list(report.converted) == ["blocks.1.up", "blocks.1.down"]
+    assert report.unused == {}
+    assert isinstance(model.blocks[1].up, minifloat.Linear)
+
+
 def test_other_errors() -> None:
     with pytest.raises(TypeError, match="model: got function"):
         minifloat.convert(lambda x: x)  # type: ignore[arg-type]

@@ -120,9 +120,9 @@ FUSED = {
 }  # fmt: skip
 
 
-def grads(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def grads(model: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Tensor]:
     """The output, and the gradients of everything."""
-    x = torch.randn(3, 21, K, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(3, 21, K, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     x.requires_grad_()
     y = model(x)
     y.float().square().mean().backward()
@@ -396,6 +396,26 @@ def test_fully_shard(unit: str) -> None:
         assert distance(y, expected) < 1e-6
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
             assert distance(p.grad.full_tensor(), q.grad) < 1e-5
+
+
+@pytest.mark.parametrize("before", (True, False))
+def test_a_forward_that_is_replaced_calls_its_parts_by_themselves(before: bool) -> None:
+    """Its own text is not what runs; and the norm's output may go anywhere."""
+
+    def other(block: Any) -> Any:
+        return lambda x: block.mlp(block.norm(x)) + block.norm(x)
+
+    made = []
+    for fuse in (False, True):
+        model = Model()
+        if before:
+            model.blocks[0].forward = other(model.blocks[0])  # type: ignore[method-assign]
+        report = minifloat.convert(model, MX, skip_ends=False, fuse=fuse)
+        if fuse and before:
+            assert "replaced on the instance" in report.unfused["blocks.0.norm"]
+        model.blocks[0].forward = other(model.blocks[0])  # type: ignore[method-assign]
+        made.append(model.blocks[0](torch.ones(2, K) * torch.arange(K)))
+    assert distance(made[1], made[0]) < 1e-5
 
 
 def test_hooks_see_what_they_saw() -> None:

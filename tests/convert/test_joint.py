@@ -121,6 +121,21 @@ def test_gradients_are_those_of_the_layers(used: recipe.Recipe) -> None:
         assert distance(fused[name], layers[name]) < (0.2 if blockwise else 1.5) * error, name
 
 
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("used", ("delayed", "current", "block", "mxfp8", "nvfp4"))
+def test_bf16_is_as_near_as_the_layers(used: str, device: str) -> None:
+    """Kernels, where there are some: the norm is made while it is cast, once for all three."""
+    high = grads(model())
+    apart, fused = (
+        grads(converted(RECIPES[used], fuse).to(device, torch.bfloat16), torch.bfloat16, device)
+        for fuse in (False, "norm_linear")
+    )
+    for name, exact in high.items():
+        if not name.endswith("k_proj.bias"):
+            error = distance(apart[name].float().cpu(), exact)
+            assert distance(fused[name].float().cpu(), exact) < 1.5 * error, name
+
+
 def test_high_precision_is_the_plain_model() -> None:
     with minifloat.autocast(enabled=False):
         found = grads(converted())
@@ -130,11 +145,11 @@ def test_high_precision_is_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "used",
-    ("delayed", *(pytest.param(r, marks=pytest.mark.deep) for r in RECIPES if r != "delayed")),
+    ("used", "blocks"),
+    (("current", slice(1)), *(pytest.param(r, slice(3), marks=pytest.mark.deep) for r in RECIPES)),
 )
-def test_compiled_is_eager_bit_for_bit(used: str) -> None:
-    made = converted(RECIPES[used])
+def test_compiled_is_eager_bit_for_bit(used: str, blocks: slice) -> None:
+    made = converted(RECIPES[used])[blocks]
     other = copy.deepcopy(made)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -323,3 +338,17 @@ def test_fusing_more_later_keeps_what_is_fused() -> None:
     assert report.unfused == {"1": "1.up is fused with a norm already"}
     for name, value in grads(made).items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.deep  # compiles twice
+def test_inspected_in_a_graph() -> None:
+    """The operator that measures tells the parts of a product to their layers as eager does."""
+    made = converted()
+    torch._dynamo.reset()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    with minifloat.inspect(made) as eager:
+        grads(made)
+    grads(compiled)
+    with minifloat.inspect(made) as report:
+        grads(compiled)
+    assert report.as_dict() == eager.as_dict()

@@ -132,3 +132,7 @@ def test_nothing_is_run_and_nothing_changes() -> None:
 def test_a_wrong_recipe() -> None:
     with pytest.raises(TypeError, match="recipe: got 'fp8'"):
         minifloat.memory_report(Model(), "fp8")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model: got str"):
+        minifloat.memory_report("model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tokens: got 0"):
+        minifloat.memory_report(Model(), tokens=0)

@@ -152,6 +152,13 @@ def test_an_error_in_the_step_is_the_users() -> None:
     assert model.blocks[0].up._counts is None
     with pytest.raises(TypeError, match="step: got float"):
         minifloat.assert_quantized(model, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model: got str"):
+        minifloat.assert_quantized("model", step)  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_a_layer_has_a_name_too() -> None:
+    with pytest.raises(AssertionError, match=r"\(model\): did not run"):
+        minifloat.assert_quantized(minifloat.Linear(8, 8, device="cpu"), lambda: None)
 
 
 def test_not_twice_at_once() -> None:

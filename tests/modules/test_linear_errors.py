@@ -177,6 +177,13 @@ def test_sizes_that_tensor_parallelism_cannot_divide(mode: str, argument: str) -
         minifloat.Linear(33, 33, name="fc", parallel_mode=mode, tp_size=2)
 
 
+def test_sizes_below_zero() -> None:
+    with pytest.raises(
+        ValueError, match=r"Linear\(q\): in_features: got -1; an int >= 0 is needed"
+    ):
+        minifloat.Linear(-1, 8, name="q", device="cpu")
+
+
 @pytest.mark.parametrize("split", [None, ("a", "b")])
 def test_an_initialisation_that_leaves_nan(split: Any) -> None:
     def half(w: Tensor) -> None:

@@ -100,6 +100,16 @@ def test_without_safetensors_too(tmp_path, corpus, monkeypatch) -> None:
     assert again == whole
 
 
+def test_what_a_killed_process_was_writing_is_removed(tmp_path, corpus) -> None:
+    saved = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_every": 2, "baseline": False}
+    run(tmp_path, corpus, "a", stop_after=2, **saved)
+    half = tmp_path / "saved" / "recipe" / ".step-00000004.safetensors.abc123"
+    half.write_bytes(b"half of it")
+    run(tmp_path, corpus, "b", steps=8, resume=True, **saved)
+    names = sorted(p.name.split(".")[0] for p in half.parent.iterdir())
+    assert names == ["checkpoint", "step-00000008"]
+
+
 @pytest.mark.deep
 def test_kill_9_loses_only_steps_since_the_last_checkpoint(tmp_path, corpus) -> None:
     _, whole = run(tmp_path, corpus, "whole", baseline=False, steps=60, log_every=1)

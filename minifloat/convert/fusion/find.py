@@ -225,6 +225,8 @@ class Finder:
         spec = self.specs[id(norm)]
         if isinstance(spec, str):
             return spec
+        if "forward" in vars(module):
+            return f"the forward of {name or 'the model'} was replaced on the instance"
         if isinstance(ways, str):
             return f"the forward of {name or 'the model'} cannot be followed: {ways}"
         every = [_readers(way, child, module) for way in ways]

@@ -63,8 +63,11 @@ class Bond:
 
 
 def part(owner: nn.Module | None, name: str) -> Any:
-    """The submodule of that name, or None; one that is hooked, or inside one, is not found."""
-    if owner is None:
+    """The submodule of that name, or None; one that is hooked, or inside one, is not found.
+
+    Nor is any of an owner whose forward was replaced: it may call its parts in other ways.
+    """
+    if owner is None or "forward" in owner.__dict__:
         return None
     found: Any = owner
     for step in name.split("."):
