@@ -7,6 +7,7 @@ functions and the arguments of this call. No module ever gets here from there.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._C._dynamo import eval_frame
 __all__ = ["chain", "run"]
 
 Link = tuple[Any, Any]
+_TWICE = b"minifloat: quantized layers have no second derivative; run them outside autocast for one"
 
 
 def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
@@ -24,7 +26,8 @@ def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
 
     `work.forward(data, tensors) -> (outputs, tensors to save, note)`: one tensor or a tuple, a
     list, and anything. `work.backward(data, note, saved, grads) -> gradients of tensors`, a tuple;
-    `saved` is a list to take from, so that a tensor dies with its last use. `shield` is the type of
+    `saved` is a list to take from, so that a tensor dies with its last use. `work.quantizes(data)`,
+    if there is one, says that the gradients cannot be differentiated again. `shield` is the type of
     the device where torch.autocast was on before the caller switched it off: a graph would run
     backward as it ran the code around.
     """
@@ -57,19 +60,40 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         # A backward inside torch.autocast: products of fp32 would be rounded to its dtype.
-        off: Any = None
         if torch.compiler.is_compiling():
-            off = torch.autocast(ctx.shield, enabled=False) if ctx.shield else None
-        elif torch._C._is_any_autocast_enabled():
-            off = torch._C._DisableAutocast()
-        if off is None:
+            if not ctx.shield:
+                return None, None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
+            with torch.autocast(ctx.shield, enabled=False):
+                return None, None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
+        amp, twice = torch._C._is_any_autocast_enabled(), torch.is_grad_enabled()
+        if not (amp or twice):
             return None, None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
-        with off:
-            return None, None, None, *ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
+        off = torch._C._DisableAutocast() if amp else nullcontext()
+        with off, torch.set_grad_enabled(twice and not _quantizes(ctx)):
+            made = ctx.work.backward(ctx.data, ctx.note, _saved(ctx), grads)
+        return None, None, None, *(_once(made) if twice else made)
 
 
 # Function.apply without what it does for function transforms.
 _apply: Any = super(torch.autograd.Function, _Run).apply
+
+
+def _quantizes(ctx: Any) -> bool:
+    """Whether codes stand between the gradients and what they are computed from."""
+    asked = getattr(ctx.work, "quantizes", None)
+    return asked is not None and asked(ctx.data)
+
+
+def _once(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients that are to be differentiated: an error where codes stand between, not silence."""
+    given = [
+        g.detach().requires_grad_() if type(g) is Tensor and not g.requires_grad else None
+        for g in grads
+    ]
+    error: Any = torch._C._functions.DelayedError(_TWICE, len(given))
+    made = error(*given)
+    pairs = zip(grads, made if isinstance(made, tuple) else (made,), strict=True)
+    return tuple([g if m is None else m for g, m in pairs])
 
 
 def _saved(ctx: Any) -> list[Any]:
@@ -117,6 +141,11 @@ class _Links:
                 taps.append(_unfolded(y, lead))
         y = _unfolded(y, lead)
         return ((y, *taps) if taps else y), saved, (counts, x.shape)
+
+    @staticmethod
+    def quantizes(links: tuple[Link, ...]) -> bool:
+        plans = [getattr(call, "plan", None) for _, call in links]
+        return any(plan is not None and plan.quantizes for plan in plans)
 
     @staticmethod
     def backward(

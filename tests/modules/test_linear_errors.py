@@ -125,6 +125,37 @@ def test_a_main_grad_of_another_shape(shape: tuple[int, ...]) -> None:
         made(torch.randn(4, 32))
 
 
+def test_a_dtype_that_no_recipe_quantizes() -> None:
+    made, x = layer(params_dtype=torch.float64), torch.randn(4, 32, dtype=torch.float64)
+    assert made(x).dtype is torch.float64
+    for recipe in (CURRENT, DELAYED):
+        pattern = says("inp", "float64", "bf16", "outside autocast")
+        with refused(TypeError, pattern, made), minifloat.autocast(recipe=recipe):
+            made(x)
+
+
+@pytest.mark.parametrize("recipe", [None, MX, CURRENT, DELAYED], ids=lambda r: type(r).__name__)
+def test_a_second_derivative(recipe: Any) -> None:
+    """Of high precision it is that of nn.Linear; of codes it is an error, never left out."""
+    made, plain = layer(), nn.Linear(32, 48)
+    plain.load_state_dict(made.state_dict())
+    grads = []
+    for module in (plain, made):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
+            y = module(x)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        penalised = y.sum() + dx.square().sum()
+        if module is made and recipe is not None:
+            with pytest.raises(RuntimeError, match="second derivative; run them outside autocast"):
+                penalised.backward()
+            return
+        penalised.backward()
+        grads.append((x.grad, module.weight.grad))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 SPLITS: list[tuple[Any, type[Exception], tuple[str, ...], dict[str, Any]]] = [
     ((), ValueError, ("empty", "name at least one"), {}),
     ([], ValueError, ("empty", "name at least one"), {}),
