@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._C._dynamo import eval_frame
-from torch.autograd.function import once_differentiable
 
 from . import replays
 
 __all__ = ["chain", "run"]
 
 Link = tuple[Any, Any]
+_TWICE = b"minifloat: these layers have no second derivative; use torch.nn's where one is needed"
 
 
 def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
@@ -65,9 +65,13 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # create_graph
-            return _once(ctx, *grads)  # type: ignore[no-any-return]
-        return _Run._backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _Run._backward(ctx, *grads)
+        # create_graph. What backward computes is not itself differentiable: casts are not, and
+        # statistics are constants to it.
+        with torch.no_grad():
+            made = _Run._backward(ctx, *grads)
+        return _once(made)
 
     @staticmethod
     def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -92,11 +96,17 @@ def _backward(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
     return replays.backward(work, data, note, _saved(ctx), grads)
 
 
-# What backward computes is not itself differentiable: casts are not, and statistics are constants.
-_once: Any = once_differentiable(_Run._backward)
-
 # Function.apply without what it does for function transforms.
 _apply: Any = super(torch.autograd.Function, _Run).apply
+
+
+def _once(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients that somebody may differentiate: then it is an error, not silence."""
+    given = [g.detach().requires_grad_() if type(g) is Tensor else None for g in grads]
+    error: Any = torch._C._functions.DelayedError(_TWICE, len(given))
+    made = error(*given)
+    pairs = zip(grads, made if isinstance(made, tuple) else (made,), strict=True)
+    return tuple([g if m is None else m for g, m in pairs])
 
 
 def _saved(ctx: Any) -> list[Any]:
@@ -152,6 +162,11 @@ class _Links:
             return tuple([_unfolded(part, lead) for part in y]), saved, (counts, x.shape)
         y = _unfolded(y, lead)
         return ((y, *taps) if taps else y), saved, (counts, x.shape)
+
+    @staticmethod
+    def quantizes(links: tuple[Link, ...]) -> bool:
+        plans = [getattr(call, "plan", None) for _, call in links]
+        return any(plan is not None and plan.quantizes for plan in plans)
 
     @staticmethod
     def backward(

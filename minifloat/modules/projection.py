@@ -18,6 +18,7 @@ from ..autograd import chain
 from ..core import collectives
 from ..core.linear import Call
 from ..core.linear import Linear as LinearOp
+from ..inputs import INPUT_DTYPES
 from ..module import Begun
 from ..parameters import main_grad, quantized_weight
 from ..quantizers import UsageError
@@ -232,6 +233,11 @@ class Projection(CachesWeight):
             raise TypeError(
                 f"{self._where()}: inp: got {inp.dtype}, the parameters {weight.dtype}; convert "
                 "one of them, or run under torch.autocast"
+            )
+        if inp.dtype not in INPUT_DTYPES and (STATE.recipe or self.recipe) is not None:
+            raise TypeError(
+                f"{self._where()}: inp: got {inp.dtype}, which no recipe quantizes; make the layer "
+                "and its input fp32, bf16 or fp16, or run it outside autocast"
             )
         return inp
 

@@ -38,7 +38,7 @@ def dequantize(
         assert scale is not None and amax is not None and fmt.element is not None
         values = decode(unpack(data, c), fmt.element)
         a = amax[:, None] if cast.row_scaled else amax
-        sf = decode(_expand(scale, cast, values.shape), E4M3)
+        sf = _expand(scale, cast, values.shape)
         out = values * (sf * a * dequantize_factor(cast))
     else:
         out = unscaled(data, scale, cast, c, col=col)
@@ -58,18 +58,17 @@ def unscaled(
     values = decode(data.contiguous(), fmt.element)
     if fmt.tile is None:
         return values * scale
-    s = _expand(scale, cast, values.shape)
-    if fmt.scale is Scale.F32:
-        return values * s
-    return values * (e8m0_decode(s) if fmt.scale is Scale.E8M0 else decode(s, E4M3))
+    return values * _expand(scale, cast, values.shape)
 
 
 def _expand(scale: Tensor, cast: Cast, shape: torch.Size) -> Tensor:
-    """Stored scale matrix -> one scale per element of the contraction-last `shape`."""
+    """Stored scale matrix -> one fp32 scale per element of the contraction-last `shape`."""
     fmt = cast.format
     assert fmt.scale_tile is not None
     (r, c), (rows, cols) = fmt.scale_tile, shape
     if fmt.scale_transposed:
         scale = scale.t()
     scale = scale[: cdiv(rows, r), : cdiv(cols, c)]
+    if fmt.scale is not Scale.F32:
+        scale = e8m0_decode(scale) if fmt.scale is Scale.E8M0 else decode(scale.contiguous(), E4M3)
     return scale.repeat_interleave(r, 0)[:rows].repeat_interleave(c, 1)[:, :cols]

@@ -341,7 +341,9 @@ def check_groups(rank: int) -> None:
     )  # fmt: skip
     raises(RuntimeError, r"Linear\(late\): tp_size=2.*set_tensor_parallel_group", late, x)
     raises(ValueError, "1 ranks.*tp_size=2", late.set_tensor_parallel_group, groups(rank)["own"])
+    assert late.tp_group is None
     late.set_tensor_parallel_group(distributed.group.WORLD)
+    assert late.tp_group is distributed.group.WORLD
     assert torch.equal(late(x), sharded(case, data, rank)(x))
     late.set_tensor_parallel_group(None)
     raises(RuntimeError, "without a process group", late, x)
@@ -476,11 +478,6 @@ def test_a_missing_group(mode: str) -> None:
     x = torch.ones(4, layer.in_features)
     with pytest.raises(RuntimeError, match=r"Linear\(up\): tp_size=2 without a process group"):
         layer(x)
-
-
-def test_tp_size_without_a_mode_is_no_parallelism() -> None:
-    layer = minifloat.Linear(24, 40, tp_size=2)
-    assert tuple(layer(torch.ones(3, 24)).shape) == (3, 40)
 
 
 def test_data_has_equal_amaxes() -> None:

@@ -125,6 +125,27 @@ def test_a_main_grad_of_another_shape(shape: tuple[int, ...]) -> None:
         made(torch.randn(4, 32))
 
 
+def test_a_dtype_that_no_recipe_quantizes() -> None:
+    made, x = layer(params_dtype=torch.float64), torch.randn(4, 32, dtype=torch.float64)
+    assert made(x).dtype is torch.float64
+    for recipe in (CURRENT, DELAYED):
+        pattern = says("inp", "float64", "bf16", "outside autocast")
+        with refused(TypeError, pattern, made), minifloat.autocast(recipe=recipe):
+            made(x)
+
+
+@pytest.mark.parametrize("recipe", [None, MX, CURRENT, DELAYED], ids=lambda r: type(r).__name__)
+def test_a_second_derivative(recipe: Any) -> None:
+    """It is an error, never left out; the first one may be asked for a graph."""
+    made = layer()
+    x = torch.randn(4, 32).requires_grad_()
+    with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
+        y = made(x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative; use torch\.nn's"):
+        (y.sum() + dx.square().sum()).backward()
+
+
 SPLITS: list[tuple[Any, type[Exception], tuple[str, ...], dict[str, Any]]] = [
     ((), ValueError, ("empty", "name at least one"), {}),
     ([], ValueError, ("empty", "name at least one"), {}),
