@@ -18,6 +18,7 @@ from ..context import OperationContext
 from ..group import group_of
 from ..handover import GradientTaker, Handed, InputTaker, takes_gradients, takes_inputs
 from ..quantized_operation import QuantizedOperation
+from . import functional
 from .values import folded, plain
 
 __all__ = ["BasicLinear"]
@@ -287,6 +288,10 @@ class BasicLinear(QuantizedOperation):
             )
         last = collectives.ReduceScatter if sequence else collectives.AllReduce
         return [(Linear, call), (last, tp)]
+
+    # The operation without its module; names and arguments are Transformer Engine's.
+    _functional_forward = staticmethod(functional.forward)
+    _functional_backward = staticmethod(functional.backward)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.local_in_features}, out_features={self.local_out_features}"
