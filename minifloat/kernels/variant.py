@@ -80,8 +80,7 @@ class Launch(NamedTuple):
         )
         recorder = recording()
         if recorder is not None:
-            names = (p.name for p in self.fn.params)
-            recorder.launch(kernel, self.programs, [self.args[n] for n in names])
+            recorder.launch(kernel, self.programs, [self.args[n] for n in self.fn.arg_names])
 
 
 @dataclass(frozen=True)
