@@ -71,11 +71,12 @@ def key(name: Hashable, tensors: Sequence[Tensor | None], *casts: Any) -> Hashab
 
 
 def again(of: Hashable, inputs: Sequence[Tensor | None]) -> list[Any] | None:
-    """What the program of a key makes, if there is one, and nobody records now."""
+    """What the program of a key makes, if there is one, nobody records now, and it launches where
+    its first input is."""
     program = _PROGRAMS.get(of)
     if not isinstance(program, Program) or recording() is not None or not program.fits(inputs):
         return None
-    return program.run(inputs)
+    return program.run(inputs) if env.is_current(inputs[0].get_device()) else None  # type: ignore[union-attr]
 
 
 def replay(
@@ -85,6 +86,8 @@ def replay(
     x = inputs[0]
     assert x is not None
     if not (env.replays() and env.runs_kernels(x)) or recording() is not None:
+        return ordinary()
+    if not env.is_current(x.get_device()):
         return ordinary()
     known = _PROGRAMS.get(of, "")
     made: list[Tensor]

@@ -493,9 +493,9 @@ class _Writer:
         return name
 
     def _constant(self, value: Any) -> str:
-        if value is None or isinstance(value, bool | int | str):
+        if value is None or type(value) in (bool, int, str):  # an enum prints otherwise
             return repr(value)
-        if isinstance(value, float):
+        if type(value) is float:
             return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
         for name, known in self.constants.items():
             if known is value:

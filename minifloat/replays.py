@@ -102,6 +102,8 @@ def backward(
     if recorded is None or _len_torch_dispatch_stack() > 0:  # somebody wants to see operators
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
     index = recorded.index
+    if not env.is_current(index):
+        return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
     if not (_walk(saved, key, found, index) and _walk(grads, key, found, index)):
         found.clear()
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
@@ -136,10 +138,12 @@ def _kind(
         return None
     if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
         return None  # a recorder would see operators of theirs
+    index = x.get_device()
+    if not env.is_current(index):  # launches would go elsewhere
+        return None
     own = work.kind(tensors)
     if own is None:
         return None
-    index = x.get_device()
     key: list[Any] = [work, own, index, _ranks()]
     held: list[Tensor] = []
     found: list[Tensor] = []

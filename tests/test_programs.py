@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import linecache
+import math
+from contextlib import contextmanager
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from minifloat import programs, recorder
+from minifloat import env, programs, recorder
 from minifloat.formats import Cast
 from minifloat.recorder import Program, Recorder
 
@@ -208,3 +212,53 @@ def test_arguments_die_with_their_last_use_or_at_once() -> None:
     lines = [line.strip() for line in program.source.splitlines()]
     assert lines[3] == "del i2, i3"  # behind the signature, the arguments and given.clear()
     assert sum(line.startswith("del ") for line in lines) > 1
+
+
+def test_launches_go_to_the_device_of_their_tensors(monkeypatch: Any) -> None:
+    """Triton launches on the current device."""
+    pytest.importorskip("triton")
+    from minifloat.kernels.variant import Config, Launch
+
+    seen: list[Any] = []
+
+    class Fn:
+        arg_names = ("n", "x")
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda **args: seen.append((grid, args["n"]))
+
+    @contextmanager
+    def device(index: int) -> Any:
+        seen.append(index)
+        yield
+        seen.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launch = Launch(Fn(), 3, {"n": 5, "x": torch.ones(2)}, Config(1, 1, 4))
+    launch.run()
+    monkeypatch.setattr(env, "is_current", lambda index: False)
+    launch.run()
+    assert seen == [((3,), 5), -1, ((3,), 5), "left"]
+    monkeypatch.undo()
+    monkeypatch.setattr(env, "_current", lambda: 1)
+    assert [env.is_current(i) for i in (-1, 0, 1)] == [True, False, True]
+
+
+def test_constants_of_any_type_are_written(monkeypatch: Any) -> None:
+    monkeypatch.setattr(recorder, "_stream", lambda index: "stream")
+
+    class Kind(IntEnum):
+        ONE = 1
+
+    seen: list[Any] = []
+    x = torch.ones(2)
+    values = (Kind.ONE, 1, True, 0.5, math.inf, -math.inf, "it's", None, torch.float32, x.shape)
+
+    def work(watching: Recorder) -> list[torch.Tensor]:
+        watching.launch(kernel(seen), 1, [x, *values])
+        return [x.add(1.0)]
+
+    program = record(work, x)
+    assert program is not None
+    program.run((x,))
+    assert seen[0][10:] == values

@@ -380,3 +380,25 @@ def test_other_ranks_make_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(replays, "_ranks", lambda ranks=ranks: ranks)
         module(torch.randn(4, 16))
     assert len(kinds()) == 3
+
+
+def test_another_current_device_is_left_to_the_ordinary_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program launches on the stream of its device, which must be the current one."""
+    work = Work(
+        lambda data, t: (t[0].add(1.0), [t[0]], None),
+        lambda data, note, saved, grads: (saved.pop().mul(grads[0]),),
+    )
+    x, grad = torch.randn(4), torch.randn(4)
+
+    def run() -> int:
+        _, saved, note = replays.forward(work, (), (x,))
+        replays.backward(work, (), note, saved, (grad,))
+        return work.seen
+
+    assert [run() for _ in range(3)] == [2, 4, 4]
+    _, saved, note = replays.forward(work, (), (x,))
+    monkeypatch.setattr(env, "is_current", lambda index: False)
+    replays.backward(work, (), note, saved, (grad,))
+    assert work.seen == 5 and [run() for _ in range(2)] == [7, 9]
