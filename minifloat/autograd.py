@@ -197,7 +197,11 @@ def _folded(t: Any) -> Any:
 
 
 def _unfolded(y: Any, lead: tuple[int, ...]) -> Any:
-    return y if len(lead) == 1 else y.reshape(*lead, y.shape[-1])
+    if len(lead) == 1:
+        return y
+    y = y.reshape(*lead, y.shape[-1])
+    # To autograd it is no view then, which a caller could not change in place.
+    return y if torch.compiler.is_compiling() else y.detach()
 
 
 def _sum(a: Any, b: Any) -> Any:

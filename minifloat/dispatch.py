@@ -126,8 +126,9 @@ def quantize(
     traced, of = _traced(), None
     if not traced and _on_gpu(x):
         name = "quantize_amax" if keep_amax else "quantize"
-        of = programs.key(name, x, row, col, row_amax, col_amax, seed)
-        made = programs.again(of, (x, row_amax, col_amax, seed))
+        inputs = (x, row_amax, col_amax, seed)
+        of = programs.key(name, inputs, row, col)
+        made = programs.again(of, inputs)
         if made is not None:
             return made
     check_input(x, row, col)
@@ -270,7 +271,7 @@ def quantize_scaled(
     if not _traced():
         of = None
         if _on_gpu(x):
-            of = programs.key(("scaled", row, col, keep_scale), x, cast, None, scale, amax)
+            of = programs.key(("scaled", row, col, keep_scale), (x, scale, amax), cast)
             again = programs.again(of, (x, scale, amax))
             if again is not None:
                 return again
@@ -365,8 +366,7 @@ def dequantize(
     if not _on_gpu(data):
         return _dequantize(data, scale, amax, cast, shape, dtype, col)
     inputs = (data, scale, amax)
-    name = ("dequantize", tuple(shape), dtype, col, None if scale is None else scale.stride())
-    of = programs.key(name, data, cast, None, scale, amax)
+    of = programs.key(("dequantize", tuple(shape), dtype, col), inputs, cast)
     made = programs.again(of, inputs)
     if made is not None:
         return made[0]  # type: ignore[no-any-return]
@@ -477,7 +477,7 @@ def fake_quantize(
     """
     traced, of = _traced(), None
     if not traced and _on_gpu(x):
-        of = programs.key(("values", keep_col), x, row, col, seed)
+        of = programs.key(("values", keep_col), (x, seed), row, col)
         made = programs.again(of, (x, seed))
         if made is not None:
             return made

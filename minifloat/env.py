@@ -16,6 +16,7 @@ __all__ = [
     "advise",
     "capability",
     "device_name",
+    "is_current",
     "reference_only",
     "replays",
     "runs_kernels",
@@ -70,6 +71,15 @@ def _capability(index: int) -> int:
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether Triton's kernels serve `x` where it is."""
     return x.is_cuda and not reference_only() and triton_available()
+
+
+# A build without CUDA has no such function.
+_current: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+def is_current(index: int) -> bool:
+    """Whether launches go to the CUDA device of this index; -1 is the host's, which has none."""
+    return index < 0 or _current is None or _current() == index
 
 
 @cache

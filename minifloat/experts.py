@@ -474,12 +474,14 @@ class Apart:
 
     @staticmethod
     def kind(tensors: tuple[Any, ...]) -> Any:
-        """How far apart the weights are: what reads them together knows the first one's address."""
+        """How far apart the weights are, and whether the first one's storage has room for all of
+        them: what reads them together does so as a view of the first."""
         weights = list(tensors[3:])
         if not _plain(weights):
             return None
-        first = weights[0].data_ptr()
-        return tuple([w.data_ptr() - first for w in weights])
+        one, first = weights[0], weights[0].data_ptr()
+        room = one.untyped_storage().nbytes() - one.storage_offset() * one.element_size()
+        return len(weights) * one.nbytes <= room, *[w.data_ptr() - first for w in weights]
 
     @staticmethod
     def forward(call: Any, tensors: tuple[Any, ...]) -> tuple[Tensor, list[Any], Any]:

@@ -404,7 +404,7 @@ def _by_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | No
     va = _codes(a).to(dtype)
     vb = _codes(b).to(dtype)
     sa, sb = _row_scales(a), _row_scales(b)
-    y = torch.zeros(va.shape[0], vb.shape[0], device=va.device)
+    y = torch.zeros(va.shape[0], vb.shape[0], dtype=torch.float32, device=va.device)
     for i in range(cdiv(a.columns, fa.tile[1])):
         block = slice(i * fa.tile[1], (i + 1) * fa.tile[1])
         partial = _product(va[:, block], vb[:, block], torch.float32, None)

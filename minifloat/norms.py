@@ -40,7 +40,7 @@ def _run(name: Any, inputs: tuple[Tensor | None, ...], ordinary: Any) -> list[Te
     assert x is not None
     if not x.is_cuda:
         return ordinary()  # type: ignore[no-any-return]
-    of = programs.key_of(name, inputs)
+    of = programs.key(name, inputs)
     made = programs.again(of, inputs)
     return made if made is not None else programs.replay(of, inputs, ordinary)
 

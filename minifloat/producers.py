@@ -151,7 +151,7 @@ def _run(name: Any, inputs: Inputs, casts: tuple[Any, Any], ordinary: Any) -> li
     assert x is not None
     if not x.is_cuda:
         return ordinary()  # type: ignore[no-any-return]
-    of = programs.key_of(name, inputs, *casts)
+    of = programs.key(name, inputs, *casts)
     made = programs.again(of, inputs)
     if made is not None:
         return made

@@ -20,7 +20,7 @@ from torch._C import _len_torch_dispatch_stack
 from . import env
 from .recorder import Program, Recorder
 
-__all__ = ["again", "alone", "forbid", "key", "key_of", "record", "recording", "replay"]
+__all__ = ["again", "alone", "forbid", "key", "record", "recording", "replay"]
 
 _local = threading.local()
 
@@ -58,30 +58,25 @@ _PROGRAMS: dict[Hashable, Program | str | None] = {}
 LIMIT = 4096
 
 
-def key(name: Hashable, x: Tensor, row: Any, col: Any, *others: Tensor | None) -> Hashable:
-    """What a program depends on. Casts are interned, so their ids stand for them."""
-    return (
-        name, id(row), id(col), x.shape, x.stride(), x.dtype, x.device.index,
-        x.data_ptr() & 15, *[None if t is None else t.data_ptr() & 15 for t in others],
-    )  # fmt: skip
+def key(name: Hashable, tensors: Sequence[Tensor | None], *casts: Any) -> Hashable:
+    """What a program depends on. Casts are interned, so their ids stand for them.
 
-
-def key_of(name: Hashable, tensors: Sequence[Tensor | None], *casts: Any) -> Hashable:
-    """`key` where every tensor has a shape of its own; the first is there, and tells the device."""
-    x = tensors[0]
-    assert x is not None
+    Arguments of one key pass the same checks: what is replayed checks nothing.
+    """
     each = [
-        None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors
+        None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15)
+        for t in tensors
     ]
-    return (name, x.device.index, *map(id, casts), *each)
+    return (name, *map(id, casts), *each)
 
 
 def again(of: Hashable, inputs: Sequence[Tensor | None]) -> list[Any] | None:
-    """What the program of a key makes, if there is one, and nobody records now."""
+    """What the program of a key makes, if there is one, nobody records now, and it launches where
+    its first input is."""
     program = _PROGRAMS.get(of)
     if not isinstance(program, Program) or recording() is not None or not program.fits(inputs):
         return None
-    return program.run(inputs)
+    return program.run(inputs) if env.is_current(inputs[0].get_device()) else None  # type: ignore[union-attr]
 
 
 def replay(
@@ -92,14 +87,18 @@ def replay(
     assert x is not None
     if not (env.replays() and env.runs_kernels(x)) or recording() is not None:
         return ordinary()
-    if of not in _PROGRAMS:
-        if len(_PROGRAMS) >= LIMIT:  # shapes without end: start over
-            _PROGRAMS.clear()
-        _PROGRAMS[of] = None
+    if not env.is_current(x.get_device()):
         return ordinary()
-    if _PROGRAMS[of] is not None:  # not replayable, or not with these
-        return ordinary()
+    known = _PROGRAMS.get(of, "")
+    made: list[Tensor]
+    if known is not None:
+        made = ordinary()
+        if known == "":  # else not replayable, or not with these
+            if len(_PROGRAMS) >= LIMIT:  # shapes without end: start over
+                _PROGRAMS.clear()
+            _PROGRAMS[of] = None
+        return made
     recorder = Recorder(inputs)
-    made: list[Tensor] = record(recorder, ordinary)
+    made = record(recorder, ordinary)
     _PROGRAMS[of] = recorder.program(made, x.device) or recorder.why
     return made

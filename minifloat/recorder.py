@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ _CALL = {
     aten.clamp.default, aten.sub.Tensor, aten.searchsorted.Tensor, aten.index.Tensor,
     aten.index_copy_.default,
 }  # fmt: skip
+_MASKS = (torch.bool, torch.uint8)  # an index of these makes a result of a size that they decide
 # The same by bindings that parse arguments themselves: 10 us less for a product.
 _BOUND = {
     aten._scaled_mm.default: torch._scaled_mm, aten._scaled_mm_v2.default: torch._scaled_mm_v2,
@@ -56,6 +58,7 @@ _BOUND = {
 # A build without CUDA has no such function, and no program to run.
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
+Shared = tuple[int, int, int]  # two arguments, and how many bytes the second starts after the first
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, offset
 
 
@@ -105,22 +108,23 @@ class Call(NamedTuple):
 class Program:
     """A function of tensors, in the order in which the recorder was given them."""
 
-    __slots__ = ("run", "same", "source")
+    __slots__ = ("__weakref__", "run", "shared", "source")
 
-    def __init__(self, source: str, constants: dict[str, Any], same: list[tuple[int, int]]) -> None:
-        # What the code was like is known of its arguments' kinds, but for who shares an address:
-        # those that did must again.
-        self.source, self.same = source, same
+    def __init__(self, source: str, constants: dict[str, Any], shared: Iterable[Shared]) -> None:
+        # What the code was like is known of its arguments' kinds, but for who shares memory: those
+        # that did must again.
+        self.source, self.shared = source, tuple(shared)
         scope = {"empty": torch.empty_strided, "stream_of": _stream, **constants}
         file = f"<minifloat program {id(self):#x}>"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)  # for tracebacks
+        weakref.finalize(self, linecache.cache.pop, file, None).atexit = False
         exec(compile(source, file, "exec"), scope)
         self.run: Callable[[Any], list[Any]] = scope["program"]
 
     def fits(self, inputs: Sequence[Any]) -> bool:
-        """Whether arguments that were one when this was recorded are so again."""
-        return not self.same or all(
-            inputs[a].data_ptr() == inputs[b].data_ptr() for a, b in self.same
+        """Whether arguments that shared memory when this was recorded do so again, as they did."""
+        return not self.shared or all(
+            inputs[b].data_ptr() - inputs[a].data_ptr() == d for a, b, d in self.shared
         )
 
 
@@ -134,17 +138,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.regions: list[Region] = []  # that are there now
         self.forms: dict[str, Form] = {}  # of all that ever were
         self.inputs = len(inputs)
-        self.same: list[tuple[int, int]] = []
+        self.shared: set[Shared] = set()
+        self.device = next((t.device for t in inputs if t is not None), None)
         seen: dict[int, int] = {}
         for i, t in enumerate(inputs):
             if t is None or not t.numel():
                 continue
-            start = t.data_ptr()
-            if start in seen:
-                self.same.append((seen[start], i))
-                continue
-            seen[start] = i
-            self._add(_region(f"i{i}", t))
+            region = _region(f"i{i}", t)
+            first = seen.setdefault(region.start, i)
+            if first != i:
+                self.shared.add((first, i, 0))
+            self._add(region)
 
     @property
     def replayable(self) -> bool:
@@ -166,8 +170,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.promote_types.default:  # of dtypes
             return func(*args, **kwargs)
         if func not in _CALL:
+            if func._can_decompose():  # whole where autograd does not take it apart: inference
+                with self:
+                    return func.decompose(*args, **kwargs)
             self.refuse(f"{func} is not known to depend on its arguments alone")
             return func(*args, **kwargs)
+        if func is aten.index.Tensor and any(i is not None and i.dtype in _MASKS for i in args[1]):
+            self.refuse("the size of a result depends on a mask")
         given = [self._tree(a) for a in args]
         named = {k: self._tree(v) for k, v in kwargs.items()}
         made = func(*args, **kwargs)
@@ -181,6 +190,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def launch(self, kernel: Any, programs: int, args: list[Any]) -> None:
         """Note a launch that was made."""
+        if kernel is None:
+            self.refuse("Triton's interpreter launches nothing")
+            return
         given: list[Address | Constant] = []
         for value in args:
             if isinstance(value, Tensor):
@@ -203,6 +215,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = f"t{len(self.forms)}"
         if not isinstance(t, Tensor) or not t.numel() or not _dense(_form(t)):
             self.refuse("a result is empty, or has gaps")
+            return name
+        if t.device != self.device:  # values that the code may read, and decide by
+            self.refuse(f"a result is on {t.device}, not on {self.device}")
             return name
         new = _region(name, t)
         self.regions = [r for r in self.regions if r.end <= new.start or new.end <= r.start]
@@ -238,20 +253,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """(region, byte offset) at which `t` starts.
 
         The region that starts there, if one does: two arguments may be views of one storage, whose
-        distance is another one in the next call. Else the only one whose elements are around it.
+        distance is another one in the next call. It must be the same where one starts between the
+        other's elements, which may be meant. Else the only place whose elements are around it.
         """
         if not t.numel():
             return None
         address = t.data_ptr()
-        around = []
-        for r in self.regions:
-            if r.start == address:
-                return r.name, 0
-            if r.start < address < r.end:
-                around.append(r)
-        if len(around) != 1:
-            return None
-        return around[0].name, address - around[0].start
+        around = [r for r in self.regions if r.start <= address < r.end]
+        exact = next((r for r in around if r.start == address), None)
+        if exact is None:
+            if len({r.start for r in around}) != 1:
+                return None
+            return around[0].name, address - around[0].start
+        for r in around:
+            if r.start != address:  # what is made lies in nothing else: both are arguments
+                self.shared.add((int(r.name[1:]), int(exact.name[1:]), address - r.start))
+        return exact.name, 0
 
     # ----------------------------------------------------------------------------- writing down
     def program(
@@ -278,7 +295,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = [r.region for r in results[:fresh] if r is not None]
         if len(set(own)) != len(own) or any(name.startswith("i") for name in own):
             self.refuse("two results are one, or one is an argument")
-        return _Writer(self, results, device, consume).program() if self.replayable else None
+        if not self.replayable:
+            return None
+        return _Writer(self, results, len(results[:fresh]), device, consume).program()
 
 
 def _form(t: Tensor) -> Form:
@@ -317,9 +336,14 @@ class _Writer:
     """Steps into source. Regions and their views are variables; `del` ends them."""
 
     def __init__(
-        self, recorder: Recorder, results: list[Piece | None], device: torch.device, consume: bool
+        self,
+        recorder: Recorder,
+        results: list[Piece | None],
+        fresh: int,
+        device: torch.device,
+        consume: bool,
     ) -> None:
-        self.recorder, self.results = recorder, results
+        self.recorder, self.results, self.fresh = recorder, results, fresh
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {"device": device}
         self.consume = consume
@@ -334,6 +358,7 @@ class _Writer:
             self.lines.append(f"{', '.join(names)}, = given")
         if self.consume:
             self.lines.append("given.clear()")
+            self._free(-1)
         if any(isinstance(s, Launch) for s in self.recorder.steps):
             self.lines.append(f"stream = stream_of({self.constants['device'].index})")
         wanted = self._wanted()
@@ -351,10 +376,20 @@ class _Writer:
             else:
                 self._call(step)
             self._free(i)
-        values = [self._variable(r) if r is not None else "None" for r in self.results]
+        values = [self._result(i, r) for i, r in enumerate(self.results)]
         self.lines.append(f"return [{', '.join(values)}]")
         body = "\n".join(f"    {line}" for line in self.lines)
-        return Program(f"def program(given):\n{body}\n", self.constants, self.recorder.same)
+        return Program(f"def program(given):\n{body}\n", self.constants, self.recorder.shared)
+
+    def _result(self, i: int, piece: Piece | None) -> str:
+        """An output is no view, which its owner could not change in place, and is no view's base:
+        one that is saved for backward would hold the graph that holds it."""
+        if piece is None:
+            return "None"
+        name = self._variable(piece)
+        forms = {r.form for r in self.results if r is not None and r.region == piece.region}
+        alone = len(forms) == 1 and name == piece.region
+        return name if alone or i >= self.fresh else f"{name}.detach()"
 
     def _wanted(self) -> dict[str, Form]:
         """The form in which an allocation is first used as a tensor, if it is all of it."""
@@ -377,8 +412,8 @@ class _Writer:
         yield from (r for r in self.results if r is not None)
 
     def _last_uses(self) -> dict[str, int]:
-        """The step after which a region is not needed; results are needed for good."""
-        last: dict[str, int] = {}
+        """The step after which a region is not needed, -1 for no step; results are for good."""
+        last = {f"i{i}": -1 for i in range(self.recorder.inputs)}
         for i, step in enumerate(self.recorder.steps):
             if isinstance(step, Allocate):
                 last[step.region] = i
@@ -458,9 +493,9 @@ class _Writer:
         return name
 
     def _constant(self, value: Any) -> str:
-        if value is None or isinstance(value, bool | int | str):
+        if value is None or type(value) in (bool, int, str):  # an enum prints otherwise
             return repr(value)
-        if isinstance(value, float):
+        if type(value) is float:
             return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
         for name, known in self.constants.items():
             if known is value:

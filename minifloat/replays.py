@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.nn import Parameter
 
 from . import env, library, programs
@@ -29,10 +30,11 @@ _PLAIN = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device
 class Recorded:
     """One kind of call: forward's program, and those of backward by what autograd gives it."""
 
-    __slots__ = ("backward", "device", "note", "outputs", "program")
+    __slots__ = ("backward", "device", "index", "note", "outputs", "program")
 
     def __init__(self, program: Program, outputs: int, note: Any, device: torch.device) -> None:
         self.program, self.outputs, self.note, self.device = program, outputs, note, device
+        self.index = -1 if device.index is None else device.index  # as tensors tell it
         self.backward: dict[Hashable, Program | str] = {}
 
 
@@ -97,10 +99,13 @@ def backward(
     own, recorded, held = note
     key: list[Any] = []
     found: list[Any] = []
-    if recorded is None:
+    if recorded is None or _len_torch_dispatch_stack() > 0:  # somebody wants to see operators
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
-    cuda = recorded.device.type == "cuda"
-    if not (_walk(saved, key, found, cuda) and _walk(grads, key, found, cuda)):
+    index = recorded.index
+    if not env.is_current(index):
+        return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
+    if not (_walk(saved, key, found, index) and _walk(grads, key, found, index)):
+        found.clear()
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
     known, of = recorded.backward, tuple(key)
     program = known.get(of)
@@ -133,36 +138,44 @@ def _kind(
         return None
     if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
         return None  # a recorder would see operators of theirs
+    index = x.get_device()
+    if not env.is_current(index):  # launches would go elsewhere
+        return None
     own = work.kind(tensors)
     if own is None:
         return None
-    key: list[Any] = [work, own, x.device.index, _distributed()]
+    key: list[Any] = [work, own, index, _ranks()]
     held: list[Tensor] = []
     found: list[Tensor] = []
-    if not _walk(data, key, held, x.is_cuda) or not _walk(tensors, key, found, x.is_cuda):
+    if not _walk(data, key, held, index) or not _walk(tensors, key, found, index):
         return None
     return tuple(key), tuple(held), [*found, *held]
 
 
-def _distributed() -> bool:
-    """Whether there are other ranks, with whom amaxes may be shared."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def _ranks() -> int:
+    """How many ranks there are, with whom amaxes may be shared."""
+    world: Any = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+    return 0 if world is None else int(world.size())
 
 
-def _walk(value: Any, key: list[Any], found: list[Tensor], cuda: bool) -> bool:
-    """Append what `value` is made of: its tensors, and all a program depends on besides."""
+def _walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
+    """Append what `value` is made of: its tensors, and all a program depends on besides. False: of
+    something that no key tells, or that is not on the device of this index."""
     for v in value:
         kind = type(v)
         if kind is Tensor or kind is Parameter:
-            if v.is_cuda is not cuda:
+            if v.get_device() != index:
                 return False
-            key += (v.shape, v.stride(), v.dtype, v.data_ptr() & 15)
+            try:
+                key += (v.shape, v.stride(), v.dtype, v.data_ptr() & 15)
+            except RuntimeError:  # one without memory of its own: sparse, or of a transform
+                return False
             found.append(v)
         elif kind in _PLAIN:
             key.append(v)
         elif isinstance(v, tuple):
             key += (kind, len(v))
-            if not _walk(v, key, found, cuda):
+            if not _walk(v, key, found, index):
                 return False
         elif isinstance(v, Value):
             key.append(id(v))  # they are interned

@@ -26,7 +26,7 @@ def advance(
     if not env.runs_kernels(history):
         return False
     inputs = (history, *scales, *amaxes)
-    of = programs.key(("advance", limits, recent), history, None, None, *inputs[1:])
+    of = programs.key(("advance", limits, recent), inputs)
     if programs.again(of, inputs) is not None:
         return True
     from .kernels import delayed
@@ -45,7 +45,7 @@ def rescale(y: Tensor, a: Tensor, b: Tensor, factor: float, dtype: torch.dtype) 
     if not env.runs_kernels(y) or y.numel() == 0:
         return torch.mul(y, (a * b * factor).reshape(1, 1), out=out)
     inputs = (y, out, a, b)
-    of = programs.key(("rescale", factor, dtype), y, None, None, out, a, b)
+    of = programs.key(("rescale", factor), inputs)
     if programs.again(of, inputs) is not None:
         return out
     from .kernels import delayed

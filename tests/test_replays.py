@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import minifloat
-from minifloat import env, programs, replays
+from minifloat import env, experts, programs, replays
+from minifloat.recorder import Program
 
 
 @pytest.fixture(autouse=True)
@@ -247,3 +251,154 @@ def test_counting_is_never_replayed() -> None:
         run()
         assert module._counts.sum() == 2 * n
     assert programs.recording() is None
+
+
+def test_batched_gradients_are_run_by_the_ordinary_code() -> None:
+    module = minifloat.Linear(16, 32, bias=False, device="cpu")
+    x, grads = torch.randn(4, 16), torch.randn(5, 4, 32)
+    for _ in range(3):
+        leaf = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(module(leaf), leaf, grads, is_grads_batched=True)
+        torch.testing.assert_close(found, grads @ module.weight)
+
+
+def test_a_sparse_input_is_run_by_the_ordinary_code() -> None:
+    module = minifloat.Linear(16, 32, bias=False, device="cpu")
+    x = torch.randn(4, 16)
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(module(x.to_sparse()), x @ module.weight.T)
+
+
+def test_a_backward_that_is_watched_is_not_replayed() -> None:
+    """Modes want to see the operators of the library, which a program does not call."""
+    work = Work(
+        lambda data, t: (t[0].add(1.0), [t[0]], None),
+        lambda data, note, saved, grads: (saved.pop().mul(grads[0]),),
+    )
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return func(*args, **(kwargs or {}))
+
+    x, grad = torch.randn(4), torch.randn(4)
+    for watched, ran in ((False, 2), (True, 4), (False, 5), (False, 5), (True, 6)):
+        _, saved, note = replays.forward(work, (), (x,))
+        with Watch() if watched else nullcontext():  # type: ignore[no-untyped-call]
+            (dx,) = replays.backward(work, (), note, saved, (grad,))
+        assert torch.equal(dx, x * grad) and work.seen == ran
+    (kind,) = kinds()
+    assert [type(p) for p in kind.backward.values()] == [Program]
+
+
+def test_inference_is_replayed() -> None:
+    module = minifloat.Linear(16, 32, device="cpu")
+    with torch.inference_mode():
+        for shape in ((4, 16), (2, 3, 16)):
+            for _ in range(3):
+                x = torch.randn(shape)
+                y = module(x)
+                torch.testing.assert_close(y, x @ module.weight.T + module.bias)
+    assert [type(k) for k in kinds()] == [replays.Recorded] * 2
+
+
+@pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16)], ids=str)
+def test_outputs_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
+    module = minifloat.Linear(16, 32, device="cpu")
+    for _ in range(4):
+        x = torch.randn(shape)
+        module.zero_grad()
+        y = module(x).relu_()
+        y.sum().backward()
+        expected = (y > 0).to(y).reshape(-1, 32).T @ x.reshape(-1, 16)
+        torch.testing.assert_close(module.weight.grad, expected)
+
+
+@pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16)], ids=str)
+def test_a_change_in_place_of_what_is_saved_is_an_error(shape: tuple[int, ...]) -> None:
+    module = minifloat.Linear(16, 32, device="cpu")
+    for _ in range(4):
+        x = torch.randn(shape)
+        y = module(x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="inplace"):
+            y.sum().backward()
+
+
+def test_saved_tensors_on_the_host_and_both_kinds_of_checkpoints() -> None:
+    module = minifloat.Linear(16, 32, device="cpu")
+    x = torch.randn(4, 16)
+    expected = torch.ones(4, 32) @ module.weight
+    for _ in range(4):
+        with torch.autograd.graph.save_on_cpu():
+            leaf = x.clone().requires_grad_()
+            y = module(leaf)
+        y.sum().backward()
+        torch.testing.assert_close(leaf.grad, expected)
+        for reentrant in (True, False):
+            leaf = x.clone().requires_grad_()
+            checkpoint(module, leaf, use_reentrant=reentrant).sum().backward()
+            torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_a_recording_that_fails_leaves_nothing_behind() -> None:
+    fails = True
+
+    def forward(data: Any, tensors: Any) -> Any:
+        made = tensors[0].mul(2.0)
+        if fails:
+            raise KeyError("now")
+        return made.add(1.0), [], None
+
+    work, x = Work(forward), torch.randn(3)
+    fails = False
+    replays.forward(work, (), (x,))
+    fails = True
+    with pytest.raises(KeyError, match="now"):
+        replays.forward(work, (), (x,))
+    assert programs.recording() is None and torch._C._len_torch_dispatch_stack() == 0
+    assert kinds() == [None]
+    fails = False
+    for _ in range(2):
+        assert torch.equal(replays.forward(work, (), (x,))[0], x * 2 + 1)
+    assert work.seen == 3
+
+
+def test_weights_side_by_side_are_told_from_those_in_one_storage() -> None:
+    """A view of the first reaches the others only in one storage."""
+    flat = torch.zeros(4, 3, 16)
+    apart = [torch.zeros(0).set_(w.clone().untyped_storage(), 0, w.shape) for w in flat]
+    sizes, x = torch.tensor([1, 1, 1, 1]), torch.randn(4, 16)
+    one = experts.Apart.kind((sizes, x, None, *flat))
+    assert one == experts.Apart.kind((sizes, x, None, *flat.clone()))
+    assert one[0] and not experts.Apart.kind((sizes, x, None, *apart))[0]
+
+
+def test_other_ranks_make_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = minifloat.Linear(16, 32, device="cpu")
+    for ranks in (0, 1, 2):
+        monkeypatch.setattr(replays, "_ranks", lambda ranks=ranks: ranks)
+        module(torch.randn(4, 16))
+    assert len(kinds()) == 3
+
+
+def test_another_current_device_is_left_to_the_ordinary_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program launches on the stream of its device, which must be the current one."""
+    work = Work(
+        lambda data, t: (t[0].add(1.0), [t[0]], None),
+        lambda data, note, saved, grads: (saved.pop().mul(grads[0]),),
+    )
+    x, grad = torch.randn(4), torch.randn(4)
+
+    def run() -> int:
+        _, saved, note = replays.forward(work, (), (x,))
+        replays.backward(work, (), note, saved, (grad,))
+        return work.seen
+
+    assert [run() for _ in range(3)] == [2, 4, 4]
+    _, saved, note = replays.forward(work, (), (x,))
+    monkeypatch.setattr(env, "is_current", lambda index: False)
+    replays.backward(work, (), note, saved, (grad,))
+    assert work.seen == 5 and [run() for _ in range(2)] == [7, 9]

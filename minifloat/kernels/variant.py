@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import env
 from ..formats import cdiv
 from ..programs import recording
 
@@ -72,6 +73,15 @@ class Launch(NamedTuple):
         return self.args["partial"], self.programs
 
     def run(self) -> None:
+        """Launch it where its tensors are: Triton does so on the current device."""
+        index = next((a.get_device() for a in self.args.values() if isinstance(a, Tensor)), -1)
+        if env.is_current(index):
+            self._run()
+        else:
+            with torch.cuda.device(index):
+                self._run()
+
+    def _run(self) -> None:
         kernel = self.fn[(self.programs,)](
             **self.args,
             num_warps=self.config.warps,
@@ -80,8 +90,7 @@ class Launch(NamedTuple):
         )
         recorder = recording()
         if recorder is not None:
-            names = (p.name for p in self.fn.params)
-            recorder.launch(kernel, self.programs, [self.args[n] for n in names])
+            recorder.launch(kernel, self.programs, [self.args[n] for n in self.fn.arg_names])
 
 
 @dataclass(frozen=True)

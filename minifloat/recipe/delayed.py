@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import collectives, library, reference, scalars
+from .. import collectives, library, programs, reference, scalars
 from ..quantizers import Float8Quantizer
 from .plan import DelayedUpdate
 
@@ -180,6 +180,7 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
             slots.history, slots.scales, slots.amaxes, limits, algorithm == "most_recent"
         ):
             return
+    programs.forbid("a function of the recipe's may decide, and scales change unseen by autograd")
     with torch.no_grad():
         amaxes = torch.cat(slots.amaxes)
         if shared is not None:
