@@ -1,7 +1,7 @@
 """Work for `autograd.run`, replayed: what it allocates, launches and multiplies, and nothing else.
 
-`work.kind(tensors)` says what a program would depend on besides what these tensors are like; None:
-the work is not to be replayed. Work that is depends on the tensors and plain values in what it is
+`work.kind(tensors)` says what a program would depend on besides what these tensors are like; None,
+or no such function: the work is not to be replayed. Work that is depends on the tensors and plain values in what it is
 given, and its note holds no tensor. Its second call of a kind is recorded, forward and backward
 each, and the next ones run the two programs: a step of `Linear` spends on the host what its
 launches take, not what deciding on them does. Programs know shapes, strides, dtypes, alignment and
@@ -141,7 +141,8 @@ def _kind(
     index = x.get_device()
     if not env.is_current(index):  # launches would go elsewhere
         return None
-    own = work.kind(tensors)
+    kind = getattr(work, "kind", None)
+    own = None if kind is None else kind(tensors)
     if own is None:
         return None
     key: list[Any] = [work, own, index, _ranks()]

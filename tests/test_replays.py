@@ -163,6 +163,21 @@ def test_what_is_not_known_to_be_pure_is_run_every_time() -> None:
     assert "rand_like" in why
 
 
+def test_work_that_tells_no_kind_is_run_every_time() -> None:
+    class Plain:
+        seen = 0
+
+        @staticmethod
+        def forward(data: Any, tensors: tuple[Any, ...]) -> Any:
+            Plain.seen += 1
+            return tensors[0].add(1.0), [], None
+
+    for n in range(1, 4):
+        replays.forward(Plain, (), (torch.randn(3),))
+        assert Plain.seen == n
+    assert not kinds()
+
+
 def test_an_argument_is_no_result() -> None:
     work, x = Work(lambda data, t: (t[0].view(6), [], None)), torch.randn(2, 3)
     y, _, _ = twice(work, x)

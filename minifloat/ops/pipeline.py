@@ -37,10 +37,6 @@ class Pipeline:
     `exports` those that it returns after its output.
     """
 
-    @staticmethod
-    def kind(tensors: tuple[Any, ...]) -> None:
-        """Never replayed: operations may do anything."""
-
     def __init__(
         self,
         ops: list[Any],
