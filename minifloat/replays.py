@@ -1,11 +1,11 @@
 """Work for `autograd.run`, replayed: what it allocates, launches and multiplies, and nothing else.
 
 `work.kind(tensors)` says what a program would depend on besides what these tensors are like; None,
-or no such function: the work is not to be replayed. Work that is depends on the tensors and plain values in what it is
-given, and its note holds no tensor. Its second call of a kind is recorded, forward and backward
-each, and the next ones run the two programs: a step of `Linear` spends on the host what its
-launches take, not what deciding on them does. Programs know shapes, strides, dtypes, alignment and
-values; of state, only the tensors that a call names.
+or no such function: the work is not to be replayed. Work that is depends on the tensors and plain
+values in what it is given, and its note holds no tensor. Its second call of a kind is recorded,
+forward and backward each, and the next ones run the two programs: a step of `Linear` spends on the
+host what its launches take, not what deciding on them does. Programs know shapes, strides, dtypes,
+alignment and values; of state, only the tensors that a call names.
 """
 
 from __future__ import annotations
