@@ -200,9 +200,8 @@ def test_a_main_grad_of_another_shape() -> None:
     layer = mf.GroupedLinear(2, 48, 64, bias=False, device="cpu", fuse_wgrad_accumulation=True)
     for w in weights(layer):
         w.main_grad = torch.zeros(64 * 48)
-    y = layer(torch.randn(5, 48), [2, 3])
-    with pytest.raises(ValueError, match=r"main_grad: got shape \(3072,\); .* has \(64, 48\)"):
-        y.sum().backward()
+    with pytest.raises(ValueError, match=r"main_grad has shape \(3072,\); .*\(64, 48\)"):
+        layer(torch.randn(5, 48), [2, 3])
 
 
 @pytest.mark.parametrize("name", slow(["current", "mxfp8", "none"]))
