@@ -584,4 +584,4 @@ _OPS: tuple[library.Definition, ...] = (
     ),
 )
 
-library.define(_OPS)
+library.define(_OPS, replayed=True)

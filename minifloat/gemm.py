@@ -550,5 +550,6 @@ library.define(
             _gemm_op,
             _gemm_fake,
         ),
-    )
+    ),
+    replayed=True,
 )

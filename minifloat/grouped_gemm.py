@@ -485,5 +485,6 @@ library.define(
             _contraction_into_fake,
         ),
         ("grouped_sums(Tensor a, Tensor sizes) -> Tensor", _sums, _sums_fake),
-    )
+    ),
+    replayed=True,
 )

@@ -32,15 +32,29 @@ def traced() -> bool:
     return _len_torch_dispatch_stack() > 0 and not programs.alone()
 
 
-def define(definitions: tuple[Definition, ...]) -> None:
-    """Raw definitions: `torch.library.custom_op` costs 8 us a call, these 1.5."""
+def define(definitions: tuple[Definition, ...], *, replayed: bool = False) -> None:
+    """Raw definitions: `torch.library.custom_op` costs 8 us a call, these 1.5.
+
+    `replayed`: what a call does depends on its arguments alone, and changes none but those that the
+    schema says; so that graphs may run it as a recorded program.
+    """
     if not opaque.AVAILABLE:  # a schema can only name a registered class
         return
     for schema, implementation, fake in definitions:
         name = schema.split("(", 1)[0]
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        run = _replayed(name, implementation) if replayed else implementation
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
+
+
+def _replayed(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            return implementation(*args, **kwargs)
+        return programs.operator(name, implementation, args)
+
+    return run
 
 
 def op(name: str) -> Any:

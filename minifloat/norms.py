@@ -224,5 +224,6 @@ library.define(
             _backward,
             _backward_fake,
         ),
-    )
+    ),
+    replayed=True,
 )

@@ -526,5 +526,6 @@ library.define(
             _backward_op,
             _backward_fake,
         ),
-    )
+    ),
+    replayed=True,
 )

@@ -14,14 +14,28 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch.nn import Parameter
 
 from . import env
+from .opaque import Value
 from .recorder import Program, Recorder
 
-__all__ = ["again", "alone", "forbid", "key", "record", "recording", "replay"]
+__all__ = [
+    "again",
+    "alone",
+    "forbid",
+    "key",
+    "operator",
+    "record",
+    "recording",
+    "replay",
+    "walk",
+]
 
+_PLAIN = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device, type})
 _local = threading.local()
 
 
@@ -70,6 +84,32 @@ def key(name: Hashable, tensors: Sequence[Tensor | None], *casts: Any) -> Hashab
     return (name, *map(id, casts), *each)
 
 
+def walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
+    """Append what `value` is made of: its tensors, and all a program depends on besides. False: of
+    something that no key tells, or that is not on the device of this index."""
+    for v in value:
+        kind = type(v)
+        if kind is Tensor or kind is Parameter:
+            if v.get_device() != index:
+                return False
+            try:
+                key += (v.shape, v.stride(), v.dtype, v.data_ptr() & 15)
+            except RuntimeError:  # one without memory of its own: sparse, or of a transform
+                return False
+            found.append(v)
+        elif kind in _PLAIN:
+            key.append(v)
+        elif isinstance(v, tuple | list):
+            key += (kind, len(v))
+            if not walk(v, key, found, index):
+                return False
+        elif isinstance(v, Value):
+            key.append(id(v))  # they are interned
+        else:
+            return False
+    return True
+
+
 def again(of: Hashable, inputs: Sequence[Tensor | None]) -> list[Any] | None:
     """What the program of a key makes, if there is one, nobody records now, and it launches where
     its first input is."""
@@ -101,4 +141,40 @@ def replay(
     recorder = Recorder(inputs)
     made = record(recorder, ordinary)
     _PROGRAMS[of] = recorder.program(made, x.device) or recorder.why
+    return made
+
+
+# Those of operators, each with whether it makes one tensor, several or none.
+_OPERATORS: dict[Hashable, tuple[Program, type] | str | None] = {}
+
+
+def operator(name: str, implementation: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """`implementation(*args)`, as a graph calls it: replayed as casts are in eager."""
+    flat = (t for a in args for t in (a if isinstance(a, list) else (a,)))
+    x = next((t for t in flat if isinstance(t, Tensor)), None)
+    if x is None or not (env.runs_kernels(x) and env.replays()) or recording() is not None:
+        return implementation(*args)
+    index = x.get_device()
+    parts: list[Any] = [name, index]
+    inputs: list[Tensor] = []
+    foreign = torch._C._is_any_autocast_enabled() or _len_torch_dispatch_stack() > 0
+    if foreign or not env.is_current(index) or not walk(args, parts, inputs, index):
+        return implementation(*args)
+    of = tuple(parts)
+    known = _OPERATORS.get(of, "")
+    if isinstance(known, tuple) and known[0].fits(inputs):
+        made = known[0].run(inputs)
+        return made if known[1] is list else made[0] if made else None
+    if known is not None:
+        made = implementation(*args)
+        if known == "":
+            if len(_OPERATORS) >= LIMIT:
+                _OPERATORS.clear()
+            _OPERATORS[of] = None
+        return made
+    recorder = Recorder(inputs)
+    made = record(recorder, lambda: implementation(*args))
+    results = made if isinstance(made, list) else [] if made is None else [made]
+    program = recorder.program(results, x.device)
+    _OPERATORS[of] = recorder.why if program is None else (program, type(made))
     return made

@@ -564,4 +564,4 @@ _OPS: tuple[library.Definition, ...] = (
     ("group_sum(Tensor x, Tensor sizes) -> Tensor", _sums, _sums_fake),
 )
 
-library.define(_OPS)
+library.define(_OPS, replayed=True)

@@ -19,12 +19,10 @@ from torch._C import _len_torch_dispatch_stack
 from torch.nn import Parameter
 
 from . import env, library, programs
-from .opaque import Value
+from .programs import walk
 from .recorder import Program, Recorder
 
 __all__ = ["Note", "backward", "forward"]
-
-_PLAIN = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device, type})
 
 
 class Recorded:
@@ -104,7 +102,7 @@ def backward(
     index = recorded.index
     if not env.is_current(index):
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
-    if not (_walk(saved, key, found, index) and _walk(grads, key, found, index)):
+    if not (walk(saved, key, found, index) and walk(grads, key, found, index)):
         found.clear()
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
     known, of = recorded.backward, tuple(key)
@@ -148,7 +146,7 @@ def _kind(
     key: list[Any] = [work, own, index, _ranks()]
     held: list[Tensor] = []
     found: list[Tensor] = []
-    if not _walk(data, key, held, index) or not _walk(tensors, key, found, index):
+    if not walk(data, key, held, index) or not walk(tensors, key, found, index):
         return None
     return tuple(key), tuple(held), [*found, *held]
 
@@ -157,29 +155,3 @@ def _ranks() -> int:
     """How many ranks there are, with whom amaxes may be shared."""
     world: Any = torch.distributed.group.WORLD if torch.distributed.is_available() else None
     return 0 if world is None else int(world.size())
-
-
-def _walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
-    """Append what `value` is made of: its tensors, and all a program depends on besides. False: of
-    something that no key tells, or that is not on the device of this index."""
-    for v in value:
-        kind = type(v)
-        if kind is Tensor or kind is Parameter:
-            if v.get_device() != index:
-                return False
-            try:
-                key += (v.shape, v.stride(), v.dtype, v.data_ptr() & 15)
-            except RuntimeError:  # one without memory of its own: sparse, or of a transform
-                return False
-            found.append(v)
-        elif kind in _PLAIN:
-            key.append(v)
-        elif isinstance(v, tuple):
-            key += (kind, len(v))
-            if not _walk(v, key, found, index):
-                return False
-        elif isinstance(v, Value):
-            key.append(id(v))  # they are interned
-        else:
-            return False
-    return True

@@ -377,5 +377,6 @@ library.define(
             _dequantize,
             _dequantize_fake,
         ),
-    )
+    ),
+    replayed=True,
 )

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import minifloat
-from minifloat import env, experts, programs, replays
+from minifloat import env, experts, library, opaque, programs, replays
 from minifloat.recorder import Program
 
 
@@ -417,3 +417,64 @@ def test_another_current_device_is_left_to_the_ordinary_code(
     monkeypatch.setattr(env, "is_current", lambda index: False)
     replays.backward(work, (), note, saved, (grad,))
     assert work.seen == 5 and [run() for _ in range(2)] == [7, 9]
+
+
+# ------------------------------------------------------------------------------ operators in graphs
+SEEN: list[str] = []
+
+
+def _half(x: Tensor, others: list[Tensor | None], factor: float) -> list[Tensor]:
+    SEEN.append("half")
+    made = x.mul(factor)
+    return [made, made.add(1.0)] if others[0] is None else [made.add(others[0]), made]
+
+
+def _half_fake(x: Tensor, others: list[Tensor | None], factor: float) -> list[Tensor]:
+    return [torch.empty_like(x), torch.empty_like(x)]
+
+
+def _double(x: Tensor) -> Tensor:
+    SEEN.append("double")
+    return x.mul(2.0)
+
+
+@pytest.fixture(scope="module")
+def operators() -> None:
+    library.define(
+        (
+            ("tests_half(Tensor x, Tensor?[] others, float factor) -> Tensor[]", _half, _half_fake),
+            ("tests_double(Tensor x) -> Tensor", _double, torch.empty_like),
+        ),
+        replayed=True,
+    )
+
+
+@pytest.mark.skipif(not opaque.AVAILABLE, reason="needs PyTorch's opaque objects")
+@pytest.mark.usefixtures("operators")
+def test_operators_are_replayed_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_OPERATORS", {})
+    SEEN.clear()
+    half, double = library.op("tests_half"), library.op("tests_double")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        a, b = half(x, [None, x], 0.5)
+        c, d = half(x, [w], 0.5)
+        return double(a + b) + c * d  # type: ignore[no-any-return]
+
+    w = torch.nn.Parameter(torch.randn(4))
+    for i in range(4):
+        x = torch.randn(3, 4)
+        expected = 2 * (x / 2 + (x / 2 + 1)) + (x / 2 + w) * (x / 2)
+        torch.testing.assert_close(run(x, w), expected)
+        assert SEEN.count("half") == min(2 * (i + 1), 4) and SEEN.count("double") == min(i + 1, 2)
+    kinds = list(programs._OPERATORS.values())
+    assert len(kinds) == 3 and all(isinstance(k, tuple) for k in kinds)
+
+
+@pytest.mark.skipif(not opaque.AVAILABLE, reason="needs PyTorch's opaque objects")
+def test_operators_that_change_what_no_schema_tells_are_not() -> None:
+    counts = torch.zeros(9, dtype=torch.int64)
+    for n in range(1, 5):
+        assert torch.equal(library.op("tallied")(torch.ones(2), counts, 3), torch.ones(2))
+        assert counts[3] == n and counts._version == 0

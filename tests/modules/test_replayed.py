@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import minifloat
-from minifloat import replays
+from minifloat import programs, replays
 
 from .cases import RECIPES
 
@@ -40,8 +40,8 @@ WHOLE = dict.fromkeys(("experts", "apart"), ("delayed", "current", "block", "cus
 SIZES = ([10, 20, 0, 34], [64, 0, 0, 0], [16, 16, 16, 16], [1, 2, 3, 58], [0, 0, 63, 1])
 
 
-def steps(layer: Any, recipe: Any) -> list[Tensor]:
-    """All that each of a few steps makes, on other inputs each time."""
+def steps(layer: Any, recipe: Any, run: Any = None) -> list[Tensor]:
+    """All that each of a few steps makes, on other inputs each time; `run`: the layer, compiled."""
     seen: list[Tensor] = []
     width = layer.in_features
     for i in range(STEPS):
@@ -54,7 +54,7 @@ def steps(layer: Any, recipe: Any) -> list[Tensor]:
         if getattr(layer, "fuse_wgrad_accumulation", False):
             layer.weight.main_grad = torch.ones(layer.weight.shape, device="cuda")
         with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
-            y = layer(x, *more)
+            y = (layer if run is None else run)(x, *more)
         y.backward(torch.randn_like(y) * 2.0**i)
         made = [y, x.grad, *[p.grad for p in layer.parameters()], *layer.buffers()]
         if getattr(layer, "fuse_wgrad_accumulation", False):
@@ -89,8 +89,31 @@ def test_replayed_steps_are_the_ordinary_ones_bit_for_bit(
         return
     recorded = [k for k in replays._KINDS.values() if isinstance(k, replays.Recorded)]
     assert recorded, list(replays._KINDS.values())
-    programs = [p for r in recorded for p in r.backward.values()]
-    assert programs and not [p for p in programs if isinstance(p, str)], programs
+    found_programs = [p for r in recorded for p in r.backward.values()]
+    assert found_programs and not [p for p in found_programs if isinstance(p, str)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", ["linear", "mlp", "experts"])
+def test_graphs_replay_their_operators_bit_for_bit(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = RECIPES[name]()
+    torch.manual_seed(7)
+    layer = LAYERS[kind]()
+    if not hasattr(layer, "in_features"):
+        layer.in_features = 160
+    other = copy.deepcopy(layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(replays, "_kind", lambda *given: None)
+        expected = steps(other, recipe)
+    monkeypatch.setattr(programs, "_OPERATORS", {})
+    torch._dynamo.reset()
+    found = steps(layer, recipe, torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(a, b), i
+    known = list(programs._OPERATORS.values())
+    assert any(isinstance(k, tuple) for k in known), known
 
 
 def test_replays_live_in_cuda_graphs_of_ones_own() -> None:
