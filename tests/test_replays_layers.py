@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import minifloat
-from minifloat import recorder, replays
+from minifloat import opaque, programs, recorder, replays
 from minifloat.recorder import Program
 
 from .modules.cases import RECIPES
@@ -55,13 +55,13 @@ def forward(layer: Any, recipe: Any, x: Tensor) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def steps(layer: Any, recipe: Any) -> list[Tensor]:
+def steps(layer: Any, recipe: Any, run: Any = None) -> list[Tensor]:
     seen: list[Tensor] = []
     for i in range(4):
         torch.manual_seed(i)
         layer.zero_grad(set_to_none=True)
         x = torch.randn(SHAPE, requires_grad=True)
-        outputs = forward(layer, recipe, x)
+        outputs = forward(layer if run is None else run, recipe, x)
         loss = sum([(y * torch.randn_like(y)).sum() for y in outputs])
         loss.backward()
         made = [*outputs, x.grad, *[p.grad for p in layer.parameters()], *layer.buffers()]
@@ -122,3 +122,22 @@ def test_an_output_that_is_saved_must_not_be_changed() -> None:
         tap.mul_(2)
         with pytest.raises(RuntimeError, match="inplace"):
             y.sum().backward()
+
+
+@pytest.mark.skipif(not opaque.AVAILABLE, reason="needs PyTorch's opaque objects")
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_operators_of_a_compiled_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph runs its operators as recorded programs, with the bits of eager."""
+    recipe = RECIPES[name]()
+    torch.manual_seed(0)
+    layer = LAYERS["mlp"]()
+    other = copy.deepcopy(layer)
+    expected = steps(other, recipe)
+    monkeypatch.setattr(programs, "env", replays.env)
+    monkeypatch.setattr(programs, "_OPERATORS", {})
+    torch._dynamo.reset()
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for a, b in zip(steps(layer, recipe, fast), expected, strict=True):
+        assert torch.equal(a, b)
+    known = list(programs._OPERATORS.values())
+    assert known and sum(isinstance(k, tuple) for k in known) > len(known) // 2, known
