@@ -32,6 +32,7 @@ __all__ = [
     "record",
     "recording",
     "replay",
+    "sight",
     "walk",
 ]
 
@@ -70,6 +71,13 @@ def record(recorder: Recorder, ordinary: Callable[[], Any]) -> Any:
 # never comes again is not worth a recording. Programs hold code and shapes, no memory.
 _PROGRAMS: dict[Hashable, Program | str | None] = {}
 LIMIT = 4096
+
+
+def sight(table: dict[Hashable, Any], of: Hashable) -> None:
+    """Note that `of` was seen once; a table of shapes without end starts over."""
+    if len(table) >= LIMIT:
+        table.clear()
+    table[of] = None
 
 
 def key(name: Hashable, tensors: Sequence[Tensor | None], *casts: Any) -> Hashable:
@@ -134,9 +142,7 @@ def replay(
     if known is not None:
         made = ordinary()
         if known == "":  # else not replayable, or not with these
-            if len(_PROGRAMS) >= LIMIT:  # shapes without end: start over
-                _PROGRAMS.clear()
-            _PROGRAMS[of] = None
+            sight(_PROGRAMS, of)
         return made
     recorder = Recorder(inputs)
     made = record(recorder, ordinary)
@@ -168,9 +174,7 @@ def operator(name: str, implementation: Callable[..., Any], args: tuple[Any, ...
     if known is not None:
         made = implementation(*args)
         if known == "":
-            if len(_OPERATORS) >= LIMIT:
-                _OPERATORS.clear()
-            _OPERATORS[of] = None
+            sight(_OPERATORS, of)
         return made
     recorder = Recorder(inputs)
     made = record(recorder, lambda: implementation(*args))

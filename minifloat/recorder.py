@@ -48,7 +48,8 @@ _CALL = {
     aten.index_copy_.default,
 }  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)  # an index of these makes a result of a size that they decide
-# The same by bindings that parse arguments themselves: 10 us less for a product.
+# The same by bindings that parse arguments themselves: in a profile of Linear on an H200 a product
+# took 46 us by them, and 57 as an operator.
 _BOUND = {
     aten._scaled_mm.default: torch._scaled_mm, aten._scaled_mm_v2.default: torch._scaled_mm_v2,
     aten.mm.default: torch.mm, aten.addmm.default: torch.addmm, aten.sum.dim_IntList: torch.sum,

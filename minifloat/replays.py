@@ -46,7 +46,6 @@ class Note(NamedTuple):
 
 # By kind. None: it was seen once; a string: why it is not replayable.
 _KINDS: dict[Hashable, Recorded | str | None] = {}
-LIMIT = 4096
 BACKWARDS = 64  # programs of backward for one kind
 
 
@@ -68,9 +67,7 @@ def forward(work: Any, data: Any, tensors: tuple[Any, ...]) -> tuple[Any, list[A
         return _record(work, data, tensors, of, held, inputs)
     outputs, saved, note = work.forward(data, tensors)
     if recorded == "":
-        if len(_KINDS) >= LIMIT:  # shapes without end: start over
-            _KINDS.clear()
-        _KINDS[of] = None
+        programs.sight(_KINDS, of)
     return outputs, saved, Note(note)
 
 

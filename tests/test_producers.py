@@ -305,6 +305,12 @@ def arguments(m: int, device: str = "cpu") -> tuple[Tensor, ...]:
     return h, dy, x, gamma, scale, torch.zeros(1, device=device)
 
 
+def without_spare(a: Tensor, b: Tensor) -> Tensor:
+    """Column scales of blocks have one row more where the number of rows is open."""
+    spare = a.dtype is torch.float32 and a.dim() == 2 and len(a) == len(b) + 1
+    return a[:-1] if spare else a
+
+
 @needs_ops
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_is_eager_and_compiles_once(device: str) -> None:
@@ -314,9 +320,7 @@ def test_compiled_is_eager_and_compiles_once(device: str) -> None:
     for m in (130, 257, 144):
         given, again = arguments(m, device), arguments(m, device)
         made, expected = run(*given), every(*again)
-        # Column scales of blocks have a spare row where the number of rows is open.
-        made = [a[: len(b)] if a.dim() == 2 else a for a, b in zip(made, expected, strict=True)]
-        assert_bits(made, expected)
+        assert_bits([without_spare(a, b) for a, b in zip(made, expected, strict=True)], expected)
         assert_bits([given[-1]], [again[-1]])
         assert given[-1] > 0
     assert counter.frame_count == 1

@@ -38,8 +38,8 @@ class BasicOperation(FusibleOperation):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **of_module: Any) -> None:
+        super().__init__(**of_module)  # what a base beside this one takes
         self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
         self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
         self._extra_outputs_to_caller: list[bool] = [True] * self.num_extra_outputs

@@ -31,8 +31,7 @@ class QuantizedOperation(BasicOperation, Module):
     _slot_counts = {"forward": 0, "backward": 0}
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self._setup(None, device)
+        super().__init__(device=device)
         self._has_own_roles = False
         self._recipe: Recipe | None = None
         self._quantizers: dict[str, list[Any]] = {}

@@ -66,20 +66,24 @@ def steps(layer: Any, recipe: Any, run: Any = None) -> list[Tensor]:
     return seen
 
 
+def ordinary(kind: str, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Tensor]]:
+    """A layer, and what the steps of one like it make without replays."""
+    torch.manual_seed(7)
+    layer = LAYERS[kind]()
+    if not hasattr(layer, "in_features"):
+        layer.in_features = 160
+    with monkeypatch.context() as patch:
+        patch.setattr(replays, "_kind", lambda *given: None)
+        return layer, steps(copy.deepcopy(layer), recipe)
+
+
 @pytest.mark.parametrize("name", ["none", *RECIPES])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_replayed_steps_are_the_ordinary_ones_bit_for_bit(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = None if name == "none" else RECIPES[name]()
-    torch.manual_seed(7)
-    layer = LAYERS[kind]()
-    if not hasattr(layer, "in_features"):
-        layer.in_features = 160
-    other = copy.deepcopy(layer)
-    with monkeypatch.context() as patch:
-        patch.setattr(replays, "_kind", lambda *given: None)
-        expected = steps(other, recipe)
+    layer, expected = ordinary(kind, recipe, monkeypatch)
     monkeypatch.setattr(replays, "_KINDS", {})
     found = steps(layer, recipe)
     assert len(found) == len(expected)
@@ -99,14 +103,7 @@ def test_graphs_replay_their_operators_bit_for_bit(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = RECIPES[name]()
-    torch.manual_seed(7)
-    layer = LAYERS[kind]()
-    if not hasattr(layer, "in_features"):
-        layer.in_features = 160
-    other = copy.deepcopy(layer)
-    with monkeypatch.context() as patch:
-        patch.setattr(replays, "_kind", lambda *given: None)
-        expected = steps(other, recipe)
+    layer, expected = ordinary(kind, recipe, monkeypatch)
     monkeypatch.setattr(programs, "_OPERATORS", {})
     torch._dynamo.reset()
     found = steps(layer, recipe, torch.compile(layer, fullgraph=True, backend="aot_eager"))
