@@ -179,10 +179,12 @@ def _blockwise(
     m, n = a.data.shape[0], b.data.shape[0]
     (x, sa), (w, sb) = _block_operand(a, 4), _block_operand(b, 16)
     dtype = out_dtype if out_dtype in HALF else torch.float32
+    fused = bias is not None and w.shape[0] == n and out_dtype in HALF
     # These products always promote their partial sums: `fast` has no meaning for them.
     y = _scaled_mm_v2(x, w, [sa], [_SCALING[a.cast.format.tile]], [sb],
-                      [_SCALING[b.cast.format.tile]], [], dtype)  # fmt: skip
-    return _finish(y, m, n, bias)
+                      [_SCALING[b.cast.format.tile]], [], dtype,
+                      bias.to(out_dtype) if fused else None)  # type: ignore[union-attr]  # fmt: skip
+    return _finish(y, m, n, None if fused else bias)
 
 
 def _block_operand(o: Operand, rows: int) -> tuple[Tensor, Tensor]:
@@ -246,7 +248,7 @@ _NATIVE: dict[tuple[Scale, Any, Any], Native] = {
 }
 
 
-def _scaled_mm_v2(
+def _scaled_mm_v2(  # noqa: PLR0913  (PyTorch's own)
     x: Tensor,
     w: Tensor,
     scale_a: list[Tensor],
@@ -255,12 +257,13 @@ def _scaled_mm_v2(
     recipe_b: list[ScalingType],
     swizzle: list[SwizzleType],
     dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`F.scaled_mm`, less 2.5 us of argument handling."""
     order = [s.value for s in swizzle]
     return torch._scaled_mm_v2(
         x, w.t(), scale_a, [r.value for r in recipe_a], order,
-        scale_b, [r.value for r in recipe_b], order, None, dtype, [], False,
+        scale_b, [r.value for r in recipe_b], order, bias, dtype, [], False,
     )  # fmt: skip
 
 
@@ -437,7 +440,10 @@ def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) 
         a, b = a.float(), b.float()  # or the product would be rounded on its way
     if bias is not None and a.dtype == out_dtype:
         return torch.addmm(bias.to(a.dtype), a, b.t())
-    y = torch.mm(a, b.t()).to(out_dtype)
+    y = torch.mm(a, b.t())
+    # A conversion to its own dtype is the same tensor, and to a graph of PyTorch 2.11 two results
+    # that are one: the gradient of the second is lost.
+    y = y if y.dtype == out_dtype else y.to(out_dtype)
     return y if bias is None else y + bias.to(out_dtype)
 
 
