@@ -15,6 +15,7 @@ from .formats import Cast, Operand, cdiv
 from .layout import part_names
 from .producer import Producer
 from .producers import Given, Lazy
+from .sums import column_sums
 
 __all__ = ["Live", "activation_backward", "column", "one_call", "operands"]
 
@@ -82,7 +83,7 @@ def activation_backward(  # noqa: PLR0913  (one call, many recipes)
         known: Tensor | Lazy = d
         if dbias:
             known = d.value()
-            db = known.sum(0, dtype=torch.float32).to(d.dtype)
+            db = column_sums(known, d.dtype)
         if row is not None or col is not None:
             a, b = operands(known, row, col, live=live, seed=seed)
         if act_col is not None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import minifloat
-from minifloat import env, experts, library, opaque, programs, replays
+from minifloat import env, experts, library, opaque, programs, replays, sums
 from minifloat.recorder import Program
 
 
@@ -22,6 +22,7 @@ from minifloat.recorder import Program
 def _recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where kernels run, with nothing remembered."""
     monkeypatch.setattr(env, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(sums, "_has_kernel", lambda x: False)
     monkeypatch.setattr(replays, "_KINDS", {})
 
 

@@ -23,6 +23,7 @@ from ..operands import Live, column, operands
 from ..producers import Lazy
 from ..recipe.delayed import Slots, update
 from ..recipe.plan import Plan
+from ..sums import column_sums
 from ..tensors import QuantizedTensorStorage
 from .link import Link
 from .probe import G_COL, G_ROW, W_COL, W_ROW, X_COL, X_ROW, dense, precise, probed, value
@@ -343,7 +344,7 @@ def _cast_gradient(grad: Any, call: Call) -> tuple[Any, Any, Tensor | None]:
     plan, (need_dx, need_dw, need_db) = call.plan, call.needs
     if isinstance(grad, Gradient):
         return grad.row, grad.col, grad.of_bias if need_db else None
-    db = grad.sum(0) if need_db else None
+    db = column_sums(grad) if need_db else None
     if plan.override:
         return _high(grad), _high(grad.t()), db
     row = plan.g_row if need_dx else None

@@ -90,8 +90,8 @@ def find_scale(
     if SCALED:
         scale = tl.load(source)
         largest = scale
-        if AMAX:
-            tl.atomic_max(amax, top, sem="relaxed")
+        if AMAX:  # of many tiles few are larger than what is known, and atomics wait in line
+            tl.atomic_max(amax, top, mask=top > tl.load(amax), sem="relaxed")
     else:
         largest = load_max(source, n, PARTIALS)
         scale = fp8_scale(largest, eps, LIMIT, INF, POW2)

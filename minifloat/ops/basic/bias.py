@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...parameters import default_device
+from ...sums import column_sums
 from ..basic_operation import BasicOperation
 from ..context import OperationContext
 from .values import matrix, plain
@@ -68,7 +69,7 @@ class Bias(BasicOperation):
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, Iterable[Any]]:
         if not self.bias.requires_grad:
             return grad_output, (None,)
-        return grad_output, (matrix(grad_output).sum(0).to(self.bias.dtype),)
+        return grad_output, (column_sums(matrix(grad_output), self.bias.dtype),)
 
     def extra_repr(self) -> str:
         return f"size={self.local_size}"

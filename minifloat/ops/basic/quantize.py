@@ -15,6 +15,7 @@ from ...producer import Producer
 from ...producers import activation_gradient
 from ...recipe.delayed import DelayedState
 from ...recipe.plan import Plan
+from ...sums import column_sums
 from ...tensors import QuantizedTensorStorage
 from ..context import OperationContext
 from ..handover import Handed
@@ -110,7 +111,7 @@ class GradientQuantizer(NamedTuple):
     ) -> tuple[Any, Tensor | None]:
         """(the gradient of an activation of the matrix h, its sum over rows)."""
         dh = activation_gradient(h, dy, producer).value()
-        of_bias = dh.sum(0, dtype=torch.float32).to(dh.dtype) if dbias else None
+        of_bias = column_sums(dh) if dbias else None
         return self.quantize(dh.reshape(shape)), of_bias
 
 
