@@ -40,13 +40,13 @@ def time(cast: Cast, n: int, k: int, values: bool) -> float:
 def test_the_faster_one_is_chosen(n: int, k: int) -> None:
     saves = time(BLOCK, n, k, True) * (1 + rates.MARGIN) < time(BLOCK, n, k, False)
     assert choose(BLOCK, BLOCK, n, k, CUDA).name == ("values" if saves else "codes")
-    assert choose(TENSOR, TENSOR, n, k, CUDA).name == "codes"  # 830 TFLOP/s for 687
+    assert choose(TENSOR, TENSOR, n, k, CUDA).name == "codes"  # 787 TFLOP/s for 741
 
 
 @pytest.mark.usefixtures("hopper")
 def test_both_are_chosen_somewhere() -> None:
     limit = break_even(BLOCK, CUDA)
-    assert limit is not None and 1000 < limit < 4000
+    assert limit is not None and 500 < limit < 4000
     assert break_even(TENSOR, CUDA) == break_even(TENSOR, CUDA, fast=True) == math.inf
     names = {choose(BLOCK, BLOCK, n, n, CUDA).name for n in (1024, 8192)}
     assert names == {"codes", "values"}
