@@ -56,7 +56,7 @@ def test_both_are_chosen_somewhere() -> None:
 @pytest.mark.parametrize(
     ("pair", "options", "name", "why"),
     [
-        ((BLOCK, BLOCK), {}, "values", "4096 > 2"),
+        ((BLOCK, BLOCK), {}, "values", "4096 > 8"),
         ((BLOCK, BLOCK), {"into": True}, "codes", "makes a new bf16 result"),
         ((BLOCK, BLOCK), {"out_dtype": torch.float32}, "codes", "makes a new bf16 result"),
         ((BLOCK.replace(pow2=False),) * 2, {}, "codes", "not powers of two"),
