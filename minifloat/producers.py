@@ -19,7 +19,7 @@ from torch import Tensor
 from . import dispatch, env, library, programs, reference
 from .formats import Cast
 from .inputs import INPUT_DTYPES, check_seed, check_usage
-from .layout import parts
+from .layout import parts, value_parts
 from .library import op as _op
 from .library import traced as _traced
 from .producer import Producer, columns, norm
@@ -29,6 +29,7 @@ __all__ = [
     "activated",
     "activation_backward",
     "activation_gradient",
+    "fake_quantize",
     "normalized",
     "quantize",
     "quantize_scaled",
@@ -130,19 +131,15 @@ def _rows(inputs: Sequence[Tensor | None]) -> Inputs:
     )
 
 
-def _kernels(p: Producer, inputs: Sequence[Tensor | None]) -> Any:
+def _kernels(inputs: Sequence[Tensor | None]) -> Any:
     """The kernels where they run on the inputs' device, else None."""
     x = inputs[0]
     assert x is not None
     if not env.runs_kernels(x) or x.numel() == 0:
         return None
-    if p.differentiates:
-        from .kernels import activation_grad
+    from .kernels import produce_entry
 
-        return activation_grad
-    from .kernels import produce
-
-    return produce
+    return produce_entry
 
 
 def _run(name: Any, inputs: Inputs, casts: tuple[Any, Any], ordinary: Any) -> list[Tensor]:
@@ -170,7 +167,7 @@ def value(lazy: Lazy) -> Tensor:
 
 
 def _produce(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    kernels = _kernels(p, inputs)
+    kernels = _kernels(inputs)
     if kernels is None:
         return _reference(p, inputs, dtype)
     if p.interleave:
@@ -253,8 +250,8 @@ def _quantize(  # noqa: PLR0913  (the operator's)
     after: Tensor | None = None,
     keep_amax: bool = False,
 ) -> list[Tensor]:
-    kernels = _kernels(p, inputs)
-    if kernels is None or p.differentiates or not kernels.fuses(p, inputs, dtype, row, col):
+    kernels = _kernels(inputs)
+    if kernels is None or not kernels.fuses(p, inputs, dtype, row, col):
         made = _produce(p, inputs, dtype)
         return dispatch._quantize(made, row, col, row_amax, col_amax, seed, None, keep_amax)
     x = inputs[0]
@@ -289,6 +286,70 @@ def _quantize_fake(  # noqa: PLR0913
     assert x is not None
     made = list(_buffers(x, _shape(p, inputs), row, col).values())
     return [*made, x.new_empty(1, dtype=torch.float32)] if keep_amax else made
+
+
+# ------------------------------------------------------------------------------------------- values
+def fake_quantize(
+    lazy: Lazy,
+    row: Cast | None,
+    col: Cast | None,
+    *,
+    keep_col: bool,
+    seed: Tensor | None = None,
+    after: Tensor | None = None,
+) -> list[Tensor]:
+    """`dispatch.fake_quantize` of the value."""
+    check_usage(row is not None, col is not None)
+    check_seed(seed)
+    p, inputs, _, dtype, _ = lazy
+    if _traced():
+        return _op("produce_values")(p, list(inputs), dtype, row, col, keep_col, seed, after)  # type: ignore[no-any-return]
+    name = ("produce_values", id(p), dtype, keep_col)
+    arguments = (p, inputs, dtype, row, col, keep_col, seed)
+    return _run(name, (*inputs, seed), (row, col), lambda: _fake_quantize(*arguments))
+
+
+def _fake_quantize(
+    p: Producer,
+    inputs: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    row: Cast | None,
+    col: Cast | None,
+    keep_col: bool,
+    seed: Tensor | None,
+    after: Tensor | None = None,
+) -> list[Tensor]:
+    kernels = _kernels(inputs)
+    if kernels is not None and kernels.fuses(p, inputs, dtype, row, col, as_values=True):
+        x = inputs[0]
+        assert x is not None
+        out = dispatch._buffers(x, value_parts(_shape(p, inputs), row, col, keep_col))
+        kernels.values(p, _rows(inputs), row, col, out)
+        return list(out.values())
+    return dispatch._fake_quantize(_produce(p, inputs, dtype), row, col, keep_col, seed)
+
+
+def _values(
+    x: Tensor, row: Cast | None, col: Cast | None, seed: Tensor | None, *_: Tensor | None
+) -> list[Tensor]:
+    """As `_cast` is called: formats whose values are multiplied are given no scale."""
+    return dispatch._fake_quantize(x, row, col, False, seed)
+
+
+def _fake_quantize_fake(
+    p: Producer,
+    inputs: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    row: Cast | None,
+    col: Cast | None,
+    keep_col: bool,
+    seed: Tensor | None,
+    after: Tensor | None = None,
+) -> list[Tensor]:
+    x = inputs[0]
+    assert x is not None
+    described = value_parts(_shape(p, inputs), row, col, keep_col)
+    return list(dispatch._buffers(x, described).values())
 
 
 # --------------------------------------------------------------------------------- delayed scaling
@@ -328,9 +389,9 @@ def _scaled(  # noqa: PLR0913
     col: bool,
     keep_scale: bool = False,
 ) -> list[Tensor]:
-    kernels = _kernels(p, inputs)
+    kernels = _kernels(inputs)
     casts = cast if row else None, cast if col else None
-    if kernels is None or p.differentiates or not kernels.fuses(p, inputs, dtype, *casts):
+    if kernels is None or not kernels.fuses(p, inputs, dtype, *casts):
         made = _produce(p, inputs, dtype)
         return dispatch._quantize_scaled(made, scale, amax, cast, row, col, keep_scale)
     x = inputs[0]
@@ -391,10 +452,12 @@ def activation_backward(
     given: Given,
     *,
     dbias: bool,
+    as_values: bool = False,
 ) -> list[Tensor]:
     """The buffers of dh's `row` and `col` copies, of the column copy `act` of y, then dbias.
 
-    `lazy` is `activation_gradient`'s. dbias is the sum of dh's rows, in its dtype.
+    `lazy` is `activation_gradient`'s. dbias is the sum of dh's rows, in its dtype. `as_values`: the
+    copies are what `dispatch.fake_quantize` makes, not `dispatch.quantize`.
     """
     check_usage(row is not None, col is not None)
     check_seed(given.seed)
@@ -403,17 +466,17 @@ def activation_backward(
         made: list[Tensor]
         scale, amax, *rest = given
         *made, seen = _op("activation_backward")(
-            p, list(inputs), dtype, row, col, act, scale, *rest, dbias
+            p, list(inputs), dtype, row, col, act, scale, *rest, dbias, as_values
         )
         if amax is not None:
             amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
         return made
-    name = ("activation_backward", id(p), dtype, dbias, id(act))
-    arguments = (p, inputs, dtype, row, col, act, given, dbias)
+    name = ("activation_backward", id(p), dtype, dbias, as_values, id(act))
+    arguments = (p, inputs, dtype, row, col, act, given, dbias, as_values)
     return _run(name, (*inputs, *given), (row, col), lambda: _backward(*arguments))
 
 
-def _backward(
+def _backward(  # noqa: PLR0913
     p: Producer,
     inputs: Sequence[Tensor | None],
     dtype: torch.dtype,
@@ -422,34 +485,51 @@ def _backward(
     act: Cast | None,
     given: Given,
     dbias: bool,
+    as_values: bool,
 ) -> list[Tensor]:
-    kernels = _kernels(p, inputs)
-    if kernels is not None and kernels.fuses_backward(p, inputs, dtype, row, col, act):
+    kernels = _kernels(inputs)
+    casts = (row, col, act)
+    if kernels is not None and kernels.fuses_backward(
+        p, inputs, dtype, *casts, as_values=as_values
+    ):
         x = inputs[0]
         assert x is not None
-        m, k = x.shape
-        out = _buffers(x, (m, k), row, col)
-        act_out = {} if act is None else _buffers(x, (m, k // 2 if p.gated else k), None, act)
-        db = dispatch._empty(x, (k,), dtype) if dbias else None
-        kernels.backward(p, _rows(inputs), dtype, (row, col, act), out, act_out, db, given)
+        out, act_out = _gradient_buffers(p, x, *casts, as_values)
+        db = dispatch._empty(x, (x.shape[1],), dtype) if dbias else None
+        kernels.backward(p, _rows(inputs), dtype, casts, out, act_out, db, given)
         return [*out.values(), *act_out.values(), *([] if db is None else [db])]
     scale, amax, act_scale, act_amax, seed = given
     x = _produce(p, inputs, dtype)
-    made = _cast(x, row, col, scale, amax, None, seed)
+    sums = [x.sum(0, dtype=torch.float32).to(dtype)] if dbias else []
+    cast = _values if as_values else _cast
+    made = cast(x, row, col, seed, scale, amax)
     if act is not None:
-        y = _produce(p.activation(), inputs[:1], dtype)
-        made += _cast(y, None, act, act_scale, None, act_amax, seed)
-    return [*made, x.sum(0, dtype=torch.float32).to(dtype)] if dbias else made
+        x = _produce(p.activation(), inputs[:1], dtype)
+        made += cast(x, None, act, seed, act_scale, None, act_amax)
+    return [*made, *sums]
+
+
+def _gradient_buffers(
+    p: Producer, x: Tensor, row: Cast | None, col: Cast | None, act: Cast | None, as_values: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those of dh, which is as large as h, x, and those of y."""
+    m, k = x.shape
+    y = (m, k // 2 if p.gated else k)
+    if as_values:
+        out = dispatch._buffers(x, value_parts((m, k), row, col, False))
+        of_y = value_parts(y, None, act, False)
+        return out, dispatch._buffers(x, of_y)
+    return _buffers(x, (m, k), row, col), {} if act is None else _buffers(x, y, None, act)
 
 
 def _cast(
     x: Tensor,
     row: Cast | None,
     col: Cast | None,
-    scale: Tensor | None,
-    running: Tensor | None,
-    known: Tensor | None,
     seed: Tensor | None,
+    scale: Tensor | None = None,
+    running: Tensor | None = None,
+    known: Tensor | None = None,
 ) -> list[Tensor]:
     if scale is None:
         return dispatch._quantize(x, row, col, known, known, seed)
@@ -470,12 +550,13 @@ def _backward_op(  # noqa: PLR0913
     act_amax: Tensor | None,
     seed: Tensor | None,
     dbias: bool,
+    as_values: bool = False,
 ) -> list[Tensor]:
     x = inputs[0]
     assert x is not None
     seen = torch.zeros(1, dtype=torch.float32, device=x.device)
     given = Given(scale, None if scale is None else seen, act_scale, act_amax, seed)
-    return [*_backward(p, inputs, dtype, row, col, act, given, dbias), seen]
+    return [*_backward(p, inputs, dtype, row, col, act, given, dbias, as_values), seen]
 
 
 def _backward_fake(  # noqa: PLR0913
@@ -490,15 +571,14 @@ def _backward_fake(  # noqa: PLR0913
     act_amax: Tensor | None,
     seed: Tensor | None,
     dbias: bool,
+    as_values: bool = False,
 ) -> list[Tensor]:
     x = inputs[0]
     assert x is not None
-    m, k = x.shape
-    made = list(_buffers(x, (m, k), row, col).values())
-    if act is not None:
-        made += _buffers(x, (m, k // 2 if p.gated else k), None, act).values()
+    out, act_out = _gradient_buffers(p, x, row, col, act, as_values)
+    made = [*out.values(), *act_out.values()]
     if dbias:
-        made.append(x.new_empty(k, dtype=dtype))
+        made.append(x.new_empty(x.shape[1], dtype=dtype))
     return [*made, x.new_empty(1, dtype=torch.float32)]
 
 
@@ -515,6 +595,12 @@ library.define(
             _quantize_fake,
         ),
         (
+            f"produce_values({_OF}, {_CAST}? row, {_CAST}? col, bool keep_col, Tensor? seed, "
+            "Tensor? after=None) -> Tensor[]",
+            _fake_quantize,
+            _fake_quantize_fake,
+        ),
+        (
             f"produce_scaled({_OF}, Tensor scale, {_CAST} cast, bool row, bool col, "
             "Tensor? after=None) -> Tensor[]",
             _scaled_op,
@@ -522,7 +608,8 @@ library.define(
         ),
         (
             f"activation_backward({_OF}, {_CAST}? row, {_CAST}? col, {_CAST}? act, Tensor? scale, "
-            "Tensor? act_scale, Tensor? act_amax, Tensor? seed, bool dbias) -> Tensor[]",
+            "Tensor? act_scale, Tensor? act_amax, Tensor? seed, bool dbias, bool as_values=False) "
+            "-> Tensor[]",
             _backward_op,
             _backward_fake,
         ),
