@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, gemm, library, producers
+from . import dispatch, gemm, gradients, library, producers
 from .formats import Cast, Operand, cdiv
+from .gradients import Given
 from .layout import part_names, value_parts
 from .producer import Producer
-from .producers import Given, Lazy
+from .producers import Lazy
 
 __all__ = ["Live", "activation_backward", "column", "one_call", "operands"]
 
@@ -94,7 +95,7 @@ def activation_backward(  # noqa: PLR0913  (one call, many recipes)
     act_scale = None if act_live is None else act_live[0]
     given = Given(scale, amax, act_scale, act_amax, seed)
     roomy = (_roomy(row, m, False), _roomy(col, m, True), _roomy(act_col, m, True))
-    made = producers.activation_backward(d, *roomy, given, dbias=dbias, as_values=as_values)
+    made = gradients.activation_backward(d, *roomy, given, dbias=dbias, as_values=as_values)
     db = made[-1] if dbias else None
     if as_values:
         n = len(_names(row, col, False))

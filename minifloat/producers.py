@@ -25,9 +25,10 @@ from .library import traced as _traced
 from .producer import Producer, columns, norm
 
 __all__ = [
+    "CAST",
+    "OF",
     "Lazy",
     "activated",
-    "activation_backward",
     "activation_gradient",
     "fake_quantize",
     "normalized",
@@ -329,13 +330,6 @@ def _fake_quantize(
     return dispatch._fake_quantize(_produce(p, inputs, dtype), row, col, keep_col, seed)
 
 
-def _values(
-    x: Tensor, row: Cast | None, col: Cast | None, seed: Tensor | None, *_: Tensor | None
-) -> list[Tensor]:
-    """As `_cast` is called: formats whose values are multiplied are given no scale."""
-    return dispatch._fake_quantize(x, row, col, False, seed)
-
-
 def _fake_quantize_fake(
     p: Producer,
     inputs: Sequence[Tensor | None],
@@ -433,185 +427,30 @@ def _scaled_fake(  # noqa: PLR0913
     return [*made.values(), x.new_empty(1, dtype=torch.float32)]
 
 
-# ------------------------------------------------------------------------------ activation backward
-class Given(NamedTuple):
-    """What is known of scales: delayed scaling's of dh and y, and y's amax."""
-
-    scale: Tensor | None = None
-    amax: Tensor | None = None  # a running maximum that dh's joins
-    act_scale: Tensor | None = None
-    act_amax: Tensor | None = None
-    seed: Tensor | None = None
-
-
-def activation_backward(
-    lazy: Lazy,
-    row: Cast | None,
-    col: Cast | None,
-    act: Cast | None,
-    given: Given,
-    *,
-    dbias: bool,
-    as_values: bool = False,
-) -> list[Tensor]:
-    """The buffers of dh's `row` and `col` copies, of the column copy `act` of y, then dbias.
-
-    `lazy` is `activation_gradient`'s. dbias is the sum of dh's rows, in its dtype. `as_values`: the
-    copies are what `dispatch.fake_quantize` makes, not `dispatch.quantize`.
-    """
-    check_usage(row is not None, col is not None)
-    check_seed(given.seed)
-    p, inputs, _, dtype, _ = lazy
-    if _traced():
-        made: list[Tensor]
-        scale, amax, *rest = given
-        *made, seen = _op("activation_backward")(
-            p, list(inputs), dtype, row, col, act, scale, *rest, dbias, as_values
-        )
-        if amax is not None:
-            amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
-        return made
-    name = ("activation_backward", id(p), dtype, dbias, as_values, id(act))
-    arguments = (p, inputs, dtype, row, col, act, given, dbias, as_values)
-    return _run(name, (*inputs, *given), (row, col), lambda: _backward(*arguments))
-
-
-def _backward(  # noqa: PLR0913
-    p: Producer,
-    inputs: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    row: Cast | None,
-    col: Cast | None,
-    act: Cast | None,
-    given: Given,
-    dbias: bool,
-    as_values: bool,
-) -> list[Tensor]:
-    kernels = _kernels(inputs)
-    casts = (row, col, act)
-    if kernels is not None and kernels.fuses_backward(
-        p, inputs, dtype, *casts, as_values=as_values
-    ):
-        x = inputs[0]
-        assert x is not None
-        out, act_out = _gradient_buffers(p, x, *casts, as_values)
-        db = dispatch._empty(x, (x.shape[1],), dtype) if dbias else None
-        kernels.backward(p, _rows(inputs), dtype, casts, out, act_out, db, given)
-        return [*out.values(), *act_out.values(), *([] if db is None else [db])]
-    scale, amax, act_scale, act_amax, seed = given
-    x = _produce(p, inputs, dtype)
-    sums = [x.sum(0, dtype=torch.float32).to(dtype)] if dbias else []
-    cast = _values if as_values else _cast
-    made = cast(x, row, col, seed, scale, amax)
-    if act is not None:
-        x = _produce(p.activation(), inputs[:1], dtype)
-        made += cast(x, None, act, seed, act_scale, None, act_amax)
-    return [*made, *sums]
-
-
-def _gradient_buffers(
-    p: Producer, x: Tensor, row: Cast | None, col: Cast | None, act: Cast | None, as_values: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Those of dh, which is as large as h, x, and those of y."""
-    m, k = x.shape
-    y = (m, k // 2 if p.gated else k)
-    if as_values:
-        out = dispatch._buffers(x, value_parts((m, k), row, col, False))
-        of_y = value_parts(y, None, act, False)
-        return out, dispatch._buffers(x, of_y)
-    return _buffers(x, (m, k), row, col), {} if act is None else _buffers(x, y, None, act)
-
-
-def _cast(
-    x: Tensor,
-    row: Cast | None,
-    col: Cast | None,
-    seed: Tensor | None,
-    scale: Tensor | None = None,
-    running: Tensor | None = None,
-    known: Tensor | None = None,
-) -> list[Tensor]:
-    if scale is None:
-        return dispatch._quantize(x, row, col, known, known, seed)
-    cast = row if row is not None else col
-    assert cast is not None
-    return dispatch._quantize_scaled(x, scale, running, cast, row is not None, col is not None)
-
-
-def _backward_op(  # noqa: PLR0913
-    p: Producer,
-    inputs: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    row: Cast | None,
-    col: Cast | None,
-    act: Cast | None,
-    scale: Tensor | None,
-    act_scale: Tensor | None,
-    act_amax: Tensor | None,
-    seed: Tensor | None,
-    dbias: bool,
-    as_values: bool = False,
-) -> list[Tensor]:
-    x = inputs[0]
-    assert x is not None
-    seen = torch.zeros(1, dtype=torch.float32, device=x.device)
-    given = Given(scale, None if scale is None else seen, act_scale, act_amax, seed)
-    return [*_backward(p, inputs, dtype, row, col, act, given, dbias, as_values), seen]
-
-
-def _backward_fake(  # noqa: PLR0913
-    p: Producer,
-    inputs: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    row: Cast | None,
-    col: Cast | None,
-    act: Cast | None,
-    scale: Tensor | None,
-    act_scale: Tensor | None,
-    act_amax: Tensor | None,
-    seed: Tensor | None,
-    dbias: bool,
-    as_values: bool = False,
-) -> list[Tensor]:
-    x = inputs[0]
-    assert x is not None
-    out, act_out = _gradient_buffers(p, x, row, col, act, as_values)
-    made = [*out.values(), *act_out.values()]
-    if dbias:
-        made.append(x.new_empty(x.shape[1], dtype=dtype))
-    return [*made, x.new_empty(1, dtype=torch.float32)]
-
-
 # --------------------------------------------------------------------------------------------- ops
-_CAST = f"{Cast.__module__}.{Cast.__qualname__}"
-_OF = f"{Producer.__module__}.{Producer.__qualname__} p, Tensor?[] inputs, ScalarType dtype"
+# How schemas say what a cast is, and what comes first in those of operators that produce.
+CAST = f"{Cast.__module__}.{Cast.__qualname__}"
+OF = f"{Producer.__module__}.{Producer.__qualname__} p, Tensor?[] inputs, ScalarType dtype"
 library.define(
     (
-        (f"produce({_OF}) -> Tensor", _produce, _produce_fake),
+        (f"produce({OF}) -> Tensor", _produce, _produce_fake),
         (
-            f"produce_quantize({_OF}, {_CAST}? row, {_CAST}? col, Tensor? row_amax, "
+            f"produce_quantize({OF}, {CAST}? row, {CAST}? col, Tensor? row_amax, "
             "Tensor? col_amax, Tensor? seed, Tensor? after=None, bool keep_amax=False) -> Tensor[]",
             _quantize,
             _quantize_fake,
         ),
         (
-            f"produce_values({_OF}, {_CAST}? row, {_CAST}? col, bool keep_col, Tensor? seed, "
+            f"produce_values({OF}, {CAST}? row, {CAST}? col, bool keep_col, Tensor? seed, "
             "Tensor? after=None) -> Tensor[]",
             _fake_quantize,
             _fake_quantize_fake,
         ),
         (
-            f"produce_scaled({_OF}, Tensor scale, {_CAST} cast, bool row, bool col, "
+            f"produce_scaled({OF}, Tensor scale, {CAST} cast, bool row, bool col, "
             "Tensor? after=None) -> Tensor[]",
             _scaled_op,
             _scaled_fake,
-        ),
-        (
-            f"activation_backward({_OF}, {_CAST}? row, {_CAST}? col, {_CAST}? act, Tensor? scale, "
-            "Tensor? act_scale, Tensor? act_amax, Tensor? seed, bool dbias, bool as_values=False) "
-            "-> Tensor[]",
-            _backward_op,
-            _backward_fake,
         ),
     ),
     replayed=True,

@@ -322,7 +322,7 @@ def backward(
     db: Tensor | None,
     given: Any,
 ) -> None:
-    """Everything into `out` (dh), `act_out` (y) and `db`; `given` is `producers.Given`."""
+    """Everything into `out` (dh), `act_out` (y) and `db`; `given` is `gradients.Given`."""
     scales: dict[str, Any] = {}
     d, act = casts[0] or casts[1], casts[2]
     assert d is not None

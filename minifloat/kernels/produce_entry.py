@@ -103,7 +103,7 @@ def backward(
     db: Tensor | None,
     given: Any,
 ) -> None:
-    """Everything into `out` (dh), `act_out` (y) and `db`; `given` is `producers.Given`.
+    """Everything into `out` (dh), `act_out` (y) and `db`; `given` is `gradients.Given`.
 
     Buffers named as `layout.parts` has them are for codes; `row` and `col`, for values.
     """
