@@ -18,9 +18,9 @@ from torch import Tensor
 from minifloat import norms, producers
 from minifloat.bench.timing import Call, Timer
 from minifloat.formats import Cast
-from minifloat.layout import parts
+from minifloat.gradients import Given, activation_backward
+from minifloat.layout import parts, value_parts
 from minifloat.producer import activation
-from minifloat.producers import Given
 
 from .run import run
 
@@ -28,6 +28,7 @@ __all__ = ["CASES", "SHAPES", "Produced"]
 
 SHAPES = ((16384, 14336), (16384, 4096), (4096, 4096))
 E4M3, E5M2, BLOCKS = Cast("fp8_e4m3"), Cast("fp8_e5m2"), Cast("fp8_e4m3_1x128", pow2=True)
+MX = Cast("mxfp8_e4m3")
 SWIGLU = activation("swiglu")
 Shape = tuple[int, int]
 
@@ -56,6 +57,11 @@ class Produced:
 
 def _codes(shape: Shape, row: Cast | None, col: Cast | None) -> int:
     return sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in parts(shape, row, col))
+
+
+def _values(shape: Shape, row: Cast | None, col: Cast | None, keep: bool = False) -> int:
+    described = value_parts(shape, row, col, keep)
+    return sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in described)
 
 
 def _normal(x: Tensor, columns: int) -> Tensor:
@@ -98,12 +104,24 @@ def _quantized(
     return make
 
 
+def _emulated(
+    lazy: Callable[[Tensor], producers.Lazy], row: Cast | None, col: Cast | None, keep: bool
+) -> Callable[..., Call]:
+    def make(x: Tensor) -> Call:
+        made = lazy(x)
+        return lambda: producers.fake_quantize(made, row, col, keep_col=keep)
+
+    return make
+
+
 def _forward() -> Iterator[Produced]:
     for op, lazy, reads in (("swiglu", _swiglu, 2), ("rmsnorm", _rms_norm, 1)):
         yield Produced(op, "value", "bf16", reads, lambda s: 2 * s[0] * s[1], _value(lazy))
         for direction in ("row", "col", "row+col"):
             row, col = "row" in direction, "col" in direction
-            for name, cast in (("delayed", E4M3), ("current", E4M3), ("1x128", BLOCKS)):
+            for name, cast in (
+                ("delayed", E4M3), ("current", E4M3), ("1x128", BLOCKS), ("mxfp8", MX),
+            ):  # fmt: skip
                 r, c = cast if row else None, cast if col else None
                 known = name == "current" and op == "rmsnorm"  # the statistics bring the amax
                 twice = 2 if name == "current" and not known else 1
@@ -112,14 +130,23 @@ def _forward() -> Iterator[Produced]:
                     make = _scaled(lazy, row, col)
                 writes = lambda s, r=r, c=c: _codes(s, r, c)  # noqa: E731
                 yield Produced(op, name, direction, twice * reads, writes, make)
+            for keep in (False, True) if row and col else (False,):
+                r, c = MX if row else None, MX if col else None
+                writes = lambda s, r=r, c=c, keep=keep: _values(s, r, c, keep)  # noqa: E731
+                name = "mxfp8 values" + ", codes" * keep
+                yield Produced(op, name, direction, reads, writes, _emulated(lazy, r, c, keep))
 
 
 def _backward(name: str, act: bool, sums: bool) -> Produced:
-    row, y = (BLOCKS, BLOCKS) if name == "1x128" else (E5M2, E4M3)
+    row, y = {"1x128": (BLOCKS, BLOCKS), "mxfp8": (MX, MX), "mxfp8 values": (MX, MX)}.get(
+        name, (E5M2, E4M3)
+    )
+    as_values = "values" in name
 
     def writes(s: Shape) -> int:
+        size = _values if as_values else _codes
         bias = 4 * s[1] if sums else 0
-        return _codes((s[0], 2 * s[1]), row, row) + act * _codes(s, None, y) + bias
+        return size((s[0], 2 * s[1]), row, row) + act * size(s, None, y) + bias
 
     def make(x: Tensor) -> Call:
         lazy = producers.activation_gradient(_normal(x, 2 * x.shape[1]), x, SWIGLU)
@@ -128,7 +155,9 @@ def _backward(name: str, act: bool, sums: bool) -> Produced:
         if name == "delayed":
             given = Given(scale, amax, scale)
         cast = y if act else None
-        return lambda: producers.activation_backward(lazy, row, row, cast, given, dbias=sums)
+        return lambda: activation_backward(
+            lazy, row, row, cast, given, dbias=sums, as_values=as_values
+        )
 
     direction = "row+col" + "+act" * act + "+dbias" * sums
     return Produced("dswiglu", name, direction, 6 if name == "current" else 3, writes, make)
@@ -161,7 +190,7 @@ CASES: tuple[Produced, ...] = (
     *_forward(),
     *(
         _backward(name, act, sums)
-        for name in ("delayed", "current", "1x128")
+        for name in ("delayed", "current", "1x128", "mxfp8", "mxfp8 values")
         for act, sums in ((False, False), (True, False), (True, True))
     ),
     *_norms(),

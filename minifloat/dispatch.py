@@ -17,7 +17,7 @@ from torch import Tensor
 from . import env, inductor, library, programs, reference
 from .formats import Cast, rup
 from .inputs import INPUT_DTYPES, check_input, check_seed, check_usage
-from .layout import flatten, parts, transposed_shape
+from .layout import Part, flatten, parts, transposed_shape, value_parts
 from .library import op as _op
 from .library import traced as _traced
 
@@ -88,6 +88,10 @@ def _dtyped(cast: Cast | None, x: Tensor) -> Cast | None:
 
 def _empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _buffers(x: Tensor, described: list[Part]) -> dict[str, Tensor]:
+    return {p.name: x.new_empty(p.shape, dtype=p.dtype) for p in described}
 
 
 def _compact(t: Tensor, shape: Sequence[int]) -> Tensor:
@@ -470,10 +474,9 @@ def fake_quantize(
     seed: Tensor | None = None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    """bf16 operands of an emulated format, from one read: `[row, col, col_data, scale, amaxes]`.
+    """bf16 operands of an emulated format, the buffers of `layout.value_parts`, from one read of x.
 
-    `col` is in the source's orientation; the packed column copy comes with `keep_col`. The amaxes
-    of a two-level format, one per direction, come last. Absent parts are left out.
+    With `keep_col` the column copy is one to be saved: codes.
     """
     traced, of = _traced(), None
     if not traced and _on_gpu(x):
@@ -499,7 +502,7 @@ def _fake_quantize(
     after: Tensor | None = None,
 ) -> list[Tensor]:
     x2 = matrix(x)
-    out = _fake_buffers(x, row, col, keep_col)
+    out = _buffers(x, value_parts(x.shape, row, col, keep_col))
     names = [n for n in out if n.endswith("amax")]
     if names:
         two_level = [c if c is not None and c.format.two_level else None for c in (row, col)]
@@ -512,32 +515,14 @@ def _fake_quantize(
         if cast is None:
             continue
         is_col, known = prefix == "col", out.get(f"{prefix}_amax")
-        out[prefix] = reference.fake_quantize(x2, cast, col=is_col, amax=known, seed=seed)
         if is_col and keep_col:
             data, scale, _ = reference.quantize(x2, cast, col=True, amax=known, seed=seed)
             assert scale is not None
             out["col_data"] = data
             out["scale" if cast.format.shares_scale else "col_scale"] = scale
+        else:
+            out[prefix] = reference.fake_quantize(x2, cast, col=is_col, amax=known, seed=seed)
     return [_compact(t, t.shape) for t in out.values()]
-
-
-def _fake_buffers(
-    x: Tensor, row: Cast | None, col: Cast | None, keep_col: bool
-) -> dict[str, Tensor]:
-    m, k = flatten(x.shape)
-    out: dict[str, Tensor] = {}
-    if row is not None:
-        out["row"] = x.new_empty((m, row.format.columns(k, row.transforms)), dtype=torch.bfloat16)
-    if col is not None:
-        out["col"] = x.new_empty((col.format.columns(m, col.transforms), k), dtype=torch.bfloat16)
-        if keep_col:
-            for p in parts((m, k), None, col):
-                if p.name != "col_amax":
-                    out[p.name] = x.new_empty(p.shape, dtype=p.dtype)
-    for p in parts((m, k), row, col):
-        if p.name.endswith("amax"):
-            out[p.name] = x.new_empty(p.shape, dtype=p.dtype)
-    return out
 
 
 def _fake_quantize_fake(
@@ -548,7 +533,7 @@ def _fake_quantize_fake(
     seed: Tensor | None,
     after: Tensor | None = None,
 ) -> list[Tensor]:
-    return list(_fake_buffers(x, row, col, keep_col).values())
+    return list(_buffers(x, value_parts(x.shape, row, col, keep_col)).values())
 
 
 # -------------------------------------------------------------------------------------------- ops

@@ -13,7 +13,15 @@ import torch
 
 from .formats import HADAMARD, Cast, cdiv, rup
 
-__all__ = ["Part", "flatten", "part_names", "parts", "shares_scale", "transposed_shape"]
+__all__ = [
+    "Part",
+    "flatten",
+    "part_names",
+    "parts",
+    "shares_scale",
+    "transposed_shape",
+    "value_parts",
+]
 
 
 class Part(NamedTuple):
@@ -62,6 +70,29 @@ def parts(shape: Sequence[int], row: Cast | None, col: Cast | None) -> list[Part
     if shared:
         out.append(Part("scale", (1,), torch.float32))
     return out
+
+
+def value_parts(
+    shape: Sequence[int], row: Cast | None, col: Cast | None, keep_col: bool
+) -> list[Part]:
+    """The buffers of a tensor of `shape` in a format that is emulated: bf16 values, then amaxes.
+
+    Values, `row` and `col`, lie as the source does. `keep_col`: the column copy is that of `parts`.
+    """
+    m, k = flatten(shape)
+    out: list[Part] = []
+    if row is not None:
+        out.append(Part("row", (m, _kept(k, row)), torch.bfloat16))
+    if col is not None and keep_col:
+        out += [p for p in parts((m, k), None, col) if p.name != "col_amax"]
+    elif col is not None:
+        out.append(Part("col", (_kept(m, col), k), torch.bfloat16))
+    return out + [p for p in parts((m, k), row, col) if p.name.endswith("amax")]
+
+
+def _kept(c: int, cast: Cast) -> int:
+    """Elements along the contraction: a Hadamard tail chunk keeps all its outputs."""
+    return rup(c, HADAMARD) if cast.layout[10] else c
 
 
 def shares_scale(cast: Cast) -> bool:

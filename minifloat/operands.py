@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, gemm, library, producers
+from . import dispatch, gemm, gradients, library, producers
 from .formats import Cast, Operand, cdiv
-from .layout import part_names
+from .gradients import Given
+from .layout import part_names, value_parts
 from .producer import Producer
-from .producers import Given, Lazy
+from .producers import Lazy
 from .sums import column_sums
 
 __all__ = ["Live", "activation_backward", "column", "one_call", "operands"]
@@ -78,7 +79,8 @@ def activation_backward(  # noqa: PLR0913  (one call, many recipes)
     """
     d = producers.activation_gradient(h, dy, activation, dtype)
     m, k = d.shape
-    if not _codes_alike(h.device, row, col, act_col):
+    as_values = _all_as_values(h.device, row, col, act_col)
+    if as_values is None:
         a = b = c = db = None
         known: Tensor | Lazy = d
         if dbias:
@@ -94,8 +96,13 @@ def activation_backward(  # noqa: PLR0913  (one call, many recipes)
     act_scale = None if act_live is None else act_live[0]
     given = Given(scale, amax, act_scale, act_amax, seed)
     roomy = (_roomy(row, m, False), _roomy(col, m, True), _roomy(act_col, m, True))
-    made = producers.activation_backward(d, *roomy, given, dbias=dbias)
+    made = gradients.activation_backward(d, *roomy, given, dbias=dbias, as_values=as_values)
     db = made[-1] if dbias else None
+    if as_values:
+        n = len(_names(row, col, False))
+        rest = made[n:-1] if dbias else made[n:]
+        c = _of_values(rest, None, act_col, m, dy.shape[1])[1]
+        return *_of_values(made[:n], row, col, m, k), c, db
     n = len(_names(row, col))
     make = _named if live is None else _shared
     a, b = make(made[:n], row, col, m, k)
@@ -106,16 +113,17 @@ def activation_backward(  # noqa: PLR0913  (one call, many recipes)
     return a, b, c, db
 
 
-def _codes_alike(
+def _all_as_values(
     device: torch.device, row: Cast | None, col: Cast | None, act: Cast | None
-) -> bool:
-    """Whether one call can make all copies: codes, of formats that agree where they must."""
-    for cast in (row, col, act):
-        if cast is not None and (cast.layout[0] is not torch.uint8 or _as_values(cast, device)):
-            return False
-    if row is None and col is None:
-        return False
-    return row is None or col is None or one_call(row, col)
+) -> bool | None:
+    """Whether all copies are values, or else codes; None: one call cannot make them all."""
+    there = [c for c in (row, col, act) if c is not None]
+    if row is None and col is None or any(c.layout[0] is not torch.uint8 for c in there):
+        return None
+    if row is not None and col is not None and not one_call(row, col):
+        return None
+    values = [_as_values(c, device) for c in there]
+    return None if True in values and False in values else values[0]
 
 
 def column(data: Tensor, scale: Tensor | None, amax: Tensor | None, cast: Cast, m: int) -> Operand:
@@ -192,7 +200,7 @@ def _cast(  # noqa: PLR0913
     codes = cast.layout[0] is torch.uint8
     if isinstance(x, Lazy):
         amax = x.amax if amax is None and not cast.tiled else amax
-        x = x.value() if as_values or not codes else x
+        x = x if codes else x.value()
     if not codes:
         assert isinstance(x, Tensor)
         x = x if cast.dtype is None else x.to(cast.dtype)
@@ -201,10 +209,10 @@ def _cast(  # noqa: PLR0913
             None if col is None else Operand(x.t(), None, None, col, m),
         )
     keep_amax = keep_amax and not cast.tiled
-    if as_values:
-        assert isinstance(x, Tensor)
-        return _values(x, row, col, seed, keep_col, after)
     front: Any = producers if isinstance(x, Lazy) else dispatch
+    if as_values:
+        made = front.fake_quantize(x, row, col, keep_col=keep_col, seed=seed, after=after)
+        return _of_values(made, row, col, m, k, keep_col)
     made = front.quantize(
         x,
         _roomy(row, m, False),
@@ -259,42 +267,38 @@ def _roomy(cast: Cast | None, m: int, col: bool) -> Cast | None:
     return cast if known(m <= block) or known(m > block) else cast.replace(spare=True)
 
 
-_NAMES: dict[tuple[int, int], tuple[str, ...]] = {}
+_NAMES: dict[tuple[int, int, bool | None], tuple[str, ...]] = {}
 
 
-def _names(row: Cast | None, col: Cast | None) -> tuple[str, ...]:
-    """`part_names`, remembered: casts are interned, so their ids stand for them."""
-    if torch.compiler.is_compiling():
-        return part_names(row, col)
-    key = (id(row), id(col))
-    found = _NAMES.get(key)
+def _names(row: Cast | None, col: Cast | None, keep_col: bool | None = None) -> tuple[str, ...]:
+    """Names of `layout.parts`, or of `value_parts` if it is said which column copy these have.
+
+    Remembered: casts are interned, so their ids stand for them.
+    """
+    key = (id(row), id(col), keep_col)
+    found = None if torch.compiler.is_compiling() else _NAMES.get(key)
     if found is None:
-        found = _NAMES[key] = part_names(row, col)
+        if keep_col is None:
+            found = part_names(row, col)
+        else:
+            found = tuple(p.name for p in value_parts((1, 1), row, col, keep_col))
+        if not torch.compiler.is_compiling():
+            _NAMES[key] = found
     return found
 
 
-def _values(
-    x: Tensor,
-    row: Cast | None,
-    col: Cast | None,
-    seed: Tensor | None,
-    keep_col: bool,
-    after: Tensor | None,
+def _of_values(
+    made: list[Tensor], row: Cast | None, col: Cast | None, m: int, k: int, keep_col: bool = False
 ) -> tuple[Operand | None, Operand | None]:
-    """bf16 values of an emulated format; a column copy to keep is codes, from a read of its own."""
-    kept = None
-    if keep_col and col is not None:
-        kept = _cast(x, None, col, seed, True, False, False, None, after)[1]
-        col = None
-    made = dispatch.fake_quantize(x, row, col, keep_col=False, seed=seed, after=after)
+    """Operands of the buffers that an emulated cast of `[M, K]` makes."""
+    parts = dict(zip(_names(row, col, keep_col), made, strict=True))
     a = b = None
-    amaxes = made[(row is not None) + (col is not None) :]
     if row is not None:
-        a = Operand(made[0], None, amaxes[0] if amaxes else None, row, x.shape[1])
+        a = Operand(parts["row"], None, parts.get("row_amax"), row, k)
     if col is not None:
-        values = made[1 if row is not None else 0]
-        b = Operand(values.t(), None, amaxes[-1] if amaxes else None, col, values.shape[0])
-    return a, kept if kept is not None else b
+        data, amax = parts["col_data" if keep_col else "col"], parts.get("col_amax")
+        b = column(data, parts.get("col_scale"), amax, col, m)
+    return a, b
 
 
 def _as_values(cast: Cast, device: torch.device) -> bool:

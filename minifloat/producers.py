@@ -19,16 +19,18 @@ from torch import Tensor
 from . import dispatch, env, library, programs, reference
 from .formats import Cast
 from .inputs import INPUT_DTYPES, check_seed, check_usage
-from .layout import parts
+from .layout import parts, value_parts
 from .library import op as _op
 from .library import traced as _traced
 from .producer import Producer, columns, norm
 
 __all__ = [
+    "CAST",
+    "OF",
     "Lazy",
     "activated",
-    "activation_backward",
     "activation_gradient",
+    "fake_quantize",
     "normalized",
     "quantize",
     "quantize_scaled",
@@ -130,19 +132,15 @@ def _rows(inputs: Sequence[Tensor | None]) -> Inputs:
     )
 
 
-def _kernels(p: Producer, inputs: Sequence[Tensor | None]) -> Any:
+def _kernels(inputs: Sequence[Tensor | None]) -> Any:
     """The kernels where they run on the inputs' device, else None."""
     x = inputs[0]
     assert x is not None
     if not env.runs_kernels(x) or x.numel() == 0:
         return None
-    if p.differentiates:
-        from .kernels import activation_grad
+    from .kernels import produce_entry
 
-        return activation_grad
-    from .kernels import produce
-
-    return produce
+    return produce_entry
 
 
 def _run(name: Any, inputs: Inputs, casts: tuple[Any, Any], ordinary: Any) -> list[Tensor]:
@@ -170,7 +168,7 @@ def value(lazy: Lazy) -> Tensor:
 
 
 def _produce(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    kernels = _kernels(p, inputs)
+    kernels = _kernels(inputs)
     if kernels is None:
         return _reference(p, inputs, dtype)
     if p.interleave:
@@ -253,8 +251,8 @@ def _quantize(  # noqa: PLR0913  (the operator's)
     after: Tensor | None = None,
     keep_amax: bool = False,
 ) -> list[Tensor]:
-    kernels = _kernels(p, inputs)
-    if kernels is None or p.differentiates or not kernels.fuses(p, inputs, dtype, row, col):
+    kernels = _kernels(inputs)
+    if kernels is None or not kernels.fuses(p, inputs, dtype, row, col):
         made = _produce(p, inputs, dtype)
         return dispatch._quantize(made, row, col, row_amax, col_amax, seed, None, keep_amax)
     x = inputs[0]
@@ -289,6 +287,63 @@ def _quantize_fake(  # noqa: PLR0913
     assert x is not None
     made = list(_buffers(x, _shape(p, inputs), row, col).values())
     return [*made, x.new_empty(1, dtype=torch.float32)] if keep_amax else made
+
+
+# ------------------------------------------------------------------------------------------- values
+def fake_quantize(
+    lazy: Lazy,
+    row: Cast | None,
+    col: Cast | None,
+    *,
+    keep_col: bool,
+    seed: Tensor | None = None,
+    after: Tensor | None = None,
+) -> list[Tensor]:
+    """`dispatch.fake_quantize` of the value."""
+    check_usage(row is not None, col is not None)
+    check_seed(seed)
+    p, inputs, _, dtype, _ = lazy
+    if _traced():
+        return _op("produce_values")(p, list(inputs), dtype, row, col, keep_col, seed, after)  # type: ignore[no-any-return]
+    name = ("produce_values", id(p), dtype, keep_col)
+    arguments = (p, inputs, dtype, row, col, keep_col, seed)
+    return _run(name, (*inputs, seed), (row, col), lambda: _fake_quantize(*arguments))
+
+
+def _fake_quantize(
+    p: Producer,
+    inputs: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    row: Cast | None,
+    col: Cast | None,
+    keep_col: bool,
+    seed: Tensor | None,
+    after: Tensor | None = None,
+) -> list[Tensor]:
+    kernels = _kernels(inputs)
+    if kernels is not None and kernels.fuses(p, inputs, dtype, row, col, as_values=True):
+        x = inputs[0]
+        assert x is not None
+        out = dispatch._buffers(x, value_parts(_shape(p, inputs), row, col, keep_col))
+        kernels.values(p, _rows(inputs), row, col, out)
+        return list(out.values())
+    return dispatch._fake_quantize(_produce(p, inputs, dtype), row, col, keep_col, seed)
+
+
+def _fake_quantize_fake(
+    p: Producer,
+    inputs: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    row: Cast | None,
+    col: Cast | None,
+    keep_col: bool,
+    seed: Tensor | None,
+    after: Tensor | None = None,
+) -> list[Tensor]:
+    x = inputs[0]
+    assert x is not None
+    described = value_parts(_shape(p, inputs), row, col, keep_col)
+    return list(dispatch._buffers(x, described).values())
 
 
 # --------------------------------------------------------------------------------- delayed scaling
@@ -328,9 +383,9 @@ def _scaled(  # noqa: PLR0913
     col: bool,
     keep_scale: bool = False,
 ) -> list[Tensor]:
-    kernels = _kernels(p, inputs)
+    kernels = _kernels(inputs)
     casts = cast if row else None, cast if col else None
-    if kernels is None or p.differentiates or not kernels.fuses(p, inputs, dtype, *casts):
+    if kernels is None or not kernels.fuses(p, inputs, dtype, *casts):
         made = _produce(p, inputs, dtype)
         return dispatch._quantize_scaled(made, scale, amax, cast, row, col, keep_scale)
     x = inputs[0]
@@ -372,159 +427,30 @@ def _scaled_fake(  # noqa: PLR0913
     return [*made.values(), x.new_empty(1, dtype=torch.float32)]
 
 
-# ------------------------------------------------------------------------------ activation backward
-class Given(NamedTuple):
-    """What is known of scales: delayed scaling's of dh and y, and y's amax."""
-
-    scale: Tensor | None = None
-    amax: Tensor | None = None  # a running maximum that dh's joins
-    act_scale: Tensor | None = None
-    act_amax: Tensor | None = None
-    seed: Tensor | None = None
-
-
-def activation_backward(
-    lazy: Lazy,
-    row: Cast | None,
-    col: Cast | None,
-    act: Cast | None,
-    given: Given,
-    *,
-    dbias: bool,
-) -> list[Tensor]:
-    """The buffers of dh's `row` and `col` copies, of the column copy `act` of y, then dbias.
-
-    `lazy` is `activation_gradient`'s. dbias is the sum of dh's rows, in its dtype.
-    """
-    check_usage(row is not None, col is not None)
-    check_seed(given.seed)
-    p, inputs, _, dtype, _ = lazy
-    if _traced():
-        made: list[Tensor]
-        scale, amax, *rest = given
-        *made, seen = _op("activation_backward")(
-            p, list(inputs), dtype, row, col, act, scale, *rest, dbias
-        )
-        if amax is not None:
-            amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
-        return made
-    name = ("activation_backward", id(p), dtype, dbias, id(act))
-    arguments = (p, inputs, dtype, row, col, act, given, dbias)
-    return _run(name, (*inputs, *given), (row, col), lambda: _backward(*arguments))
-
-
-def _backward(
-    p: Producer,
-    inputs: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    row: Cast | None,
-    col: Cast | None,
-    act: Cast | None,
-    given: Given,
-    dbias: bool,
-) -> list[Tensor]:
-    kernels = _kernels(p, inputs)
-    if kernels is not None and kernels.fuses_backward(p, inputs, dtype, row, col, act):
-        x = inputs[0]
-        assert x is not None
-        m, k = x.shape
-        out = _buffers(x, (m, k), row, col)
-        act_out = {} if act is None else _buffers(x, (m, k // 2 if p.gated else k), None, act)
-        db = dispatch._empty(x, (k,), dtype) if dbias else None
-        kernels.backward(p, _rows(inputs), dtype, (row, col, act), out, act_out, db, given)
-        return [*out.values(), *act_out.values(), *([] if db is None else [db])]
-    scale, amax, act_scale, act_amax, seed = given
-    x = _produce(p, inputs, dtype)
-    made = _cast(x, row, col, scale, amax, None, seed)
-    if act is not None:
-        y = _produce(p.activation(), inputs[:1], dtype)
-        made += _cast(y, None, act, act_scale, None, act_amax, seed)
-    return [*made, x.sum(0, dtype=torch.float32).to(dtype)] if dbias else made
-
-
-def _cast(
-    x: Tensor,
-    row: Cast | None,
-    col: Cast | None,
-    scale: Tensor | None,
-    running: Tensor | None,
-    known: Tensor | None,
-    seed: Tensor | None,
-) -> list[Tensor]:
-    if scale is None:
-        return dispatch._quantize(x, row, col, known, known, seed)
-    cast = row if row is not None else col
-    assert cast is not None
-    return dispatch._quantize_scaled(x, scale, running, cast, row is not None, col is not None)
-
-
-def _backward_op(  # noqa: PLR0913
-    p: Producer,
-    inputs: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    row: Cast | None,
-    col: Cast | None,
-    act: Cast | None,
-    scale: Tensor | None,
-    act_scale: Tensor | None,
-    act_amax: Tensor | None,
-    seed: Tensor | None,
-    dbias: bool,
-) -> list[Tensor]:
-    x = inputs[0]
-    assert x is not None
-    seen = torch.zeros(1, dtype=torch.float32, device=x.device)
-    given = Given(scale, None if scale is None else seen, act_scale, act_amax, seed)
-    return [*_backward(p, inputs, dtype, row, col, act, given, dbias), seen]
-
-
-def _backward_fake(  # noqa: PLR0913
-    p: Producer,
-    inputs: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    row: Cast | None,
-    col: Cast | None,
-    act: Cast | None,
-    scale: Tensor | None,
-    act_scale: Tensor | None,
-    act_amax: Tensor | None,
-    seed: Tensor | None,
-    dbias: bool,
-) -> list[Tensor]:
-    x = inputs[0]
-    assert x is not None
-    m, k = x.shape
-    made = list(_buffers(x, (m, k), row, col).values())
-    if act is not None:
-        made += _buffers(x, (m, k // 2 if p.gated else k), None, act).values()
-    if dbias:
-        made.append(x.new_empty(k, dtype=dtype))
-    return [*made, x.new_empty(1, dtype=torch.float32)]
-
-
 # --------------------------------------------------------------------------------------------- ops
-_CAST = f"{Cast.__module__}.{Cast.__qualname__}"
-_OF = f"{Producer.__module__}.{Producer.__qualname__} p, Tensor?[] inputs, ScalarType dtype"
+# How schemas say what a cast is, and what comes first in those of operators that produce.
+CAST = f"{Cast.__module__}.{Cast.__qualname__}"
+OF = f"{Producer.__module__}.{Producer.__qualname__} p, Tensor?[] inputs, ScalarType dtype"
 library.define(
     (
-        (f"produce({_OF}) -> Tensor", _produce, _produce_fake),
+        (f"produce({OF}) -> Tensor", _produce, _produce_fake),
         (
-            f"produce_quantize({_OF}, {_CAST}? row, {_CAST}? col, Tensor? row_amax, "
+            f"produce_quantize({OF}, {CAST}? row, {CAST}? col, Tensor? row_amax, "
             "Tensor? col_amax, Tensor? seed, Tensor? after=None, bool keep_amax=False) -> Tensor[]",
             _quantize,
             _quantize_fake,
         ),
         (
-            f"produce_scaled({_OF}, Tensor scale, {_CAST} cast, bool row, bool col, "
+            f"produce_values({OF}, {CAST}? row, {CAST}? col, bool keep_col, Tensor? seed, "
+            "Tensor? after=None) -> Tensor[]",
+            _fake_quantize,
+            _fake_quantize_fake,
+        ),
+        (
+            f"produce_scaled({OF}, Tensor scale, {CAST} cast, bool row, bool col, "
             "Tensor? after=None) -> Tensor[]",
             _scaled_op,
             _scaled_fake,
-        ),
-        (
-            f"activation_backward({_OF}, {_CAST}? row, {_CAST}? col, {_CAST}? act, Tensor? scale, "
-            "Tensor? act_scale, Tensor? act_amax, Tensor? seed, bool dbias) -> Tensor[]",
-            _backward_op,
-            _backward_fake,
         ),
     ),
     replayed=True,

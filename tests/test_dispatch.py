@@ -541,11 +541,11 @@ def test_fake_quantize(casts: Casts, keep_col: bool) -> None:
     expected: list[Tensor | None] = []
     if row is not None:
         expected.append(reference.fake_quantize(x, row, seed=seed))
-    if col is not None:
+    if col is not None and keep_col:
+        data, scale, _ = reference.quantize(x, col, col=True, seed=seed)
+        expected += [data, scale]
+    elif col is not None:
         expected.append(reference.fake_quantize(x, col, col=True, seed=seed))
-        if keep_col:
-            data, scale, _ = reference.quantize(x, col, col=True, seed=seed)
-            expected += [data, scale]
     for c, is_col in ((row, False), (col, True)):
         if c is not None and c.format.two_level:
             expected.append(reference.amax(x, c, col=is_col))

@@ -32,7 +32,7 @@ CASTS = [
     Cast("nvfp4"),
 ]
 DIRECTIONS = {"row": (True, False), "col": (False, True), "both": (True, True)}
-SHAPES = [(1, 2), (17, 34), (128, 256), (130, 514), (0, 16), (16, 0)]
+SHAPES = [(1, 2), (17, 34), (128, 256), (130, 514), (130, 512), (0, 16), (16, 0)]
 
 
 def wide(m: int, k: int, device: str = "cpu", dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
@@ -115,7 +115,9 @@ def test_a_cast_of_what_is_produced_is_a_cast_of_its_value(
     assert x.shape == lazy.shape and x.dtype is lazy.dtype and lazy.device == x.device
     expected = dispatch.quantize(x, *casts)
     assert_bits(producers.quantize(lazy, *casts), expected)
-    assert_equal(operands(lazy, *casts), operands(x, *casts))
+    for keep in (False, True):
+        made = operands(lazy, *casts, keep_col=keep)
+        assert_equal(made, operands(x, *casts, keep_col=keep))
     if not cast.tiled:
         known = 2 * dispatch.amax(x, *casts)[0]
         options: dict[str, Any] = {"row_amax": known, "col_amax": known, "keep_amax": True}
@@ -158,7 +160,7 @@ def test_other_dtypes(name: str, cast: Cast, dtype: torch.dtype, device: str) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("cast", [CASTS[0], CASTS[2]], ids=lambda c: c.format_name)
+@pytest.mark.parametrize("cast", [CASTS[0], CASTS[2], CASTS[4]], ids=lambda c: c.format_name)
 def test_every_activation(name: str, cast: Cast, device: str) -> None:
     h, p = wide(256, 512, device), activation(name)
     lazy = producers.activated(h, p)
@@ -198,9 +200,10 @@ def test_kernels_are_one_ulp_from_the_twins(name: str) -> None:
 def test_interleaved(device: str) -> None:
     h, p = wide(130, 256, device), activation("swiglu", glu_interleave_size=32)
     lazy = producers.activated(h, p)
-    for cast in CASTS[:3]:
+    for cast in (*CASTS[:3], CASTS[4]):
         made = producers.quantize(lazy, cast, cast)
         assert_bits(made, dispatch.quantize(lazy.value(), cast, cast))
+        assert_equal(operands(lazy, cast, cast), operands(lazy.value(), cast, cast))
     dy = wide(130, 128, device, seed=1)
     d = producers.activation_gradient(h, dy, p).value()
     made_ = activation_backward(h, dy, p, CASTS[0], CASTS[0], None)

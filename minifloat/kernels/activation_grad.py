@@ -21,13 +21,19 @@ from ..formats import FP32_MAX, Cast, Scale, cdiv
 from ..producer import ACTIVATIONS, Producer, activation
 from ._blocks_device import ABS2, store_words, word_scales
 from ._device import FP8, abs_bits, encode, high, low, max2, reduce2
-from ._produce_device import differentiate, in_words, load_four, numbers, pack2
+from ._produce_device import (
+    differentiate,
+    differentiated_words,
+    in_words,
+    load_four,
+    numbers,
+)
 from .produce import amax_launch, partial_amax, tile
 from .sums import column_sums
 from .tensorwise import PARTIALS, find_scale, store_scaled
 from .variant import Config, Launch, Variant
 
-__all__ = ["backward", "fuses_backward", "value", "variants"]
+__all__ = ["arguments", "backward", "fuses_backward", "value", "variants"]
 
 # H200, gradient of SwiGLU into 1x128 blocks with its column copy, 16384x14336: 16 warps 1120 us, 8
 # warps 1240. With sums 16 warps spill. The others are not tuned.
@@ -177,17 +183,6 @@ def store_half(
 
 
 @triton.jit
-def differentiated_words(
-    b_g, b_l, b_d, FN: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
-    CLIP: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Words of dg, dl and y."""
-    dg0, dl0, y0 = differentiate(low(b_g), low(b_l), low(b_d), FN, GATED, ALPHA, CLIP, OFFSET)
-    dg1, dl1, y1 = differentiate(high(b_g), high(b_l), high(b_d), FN, GATED, ALPHA, CLIP, OFFSET)
-    return pack2(dg0, dg1), pack2(dl0, dl1), pack2(y0, y1)
-
-
-@triton.jit
 def max_words(w0, w1, w2, w3):
     return max2(max2(w0 & ABS2, w1 & ABS2), max2(w2 & ABS2, w3 & ABS2))
 
@@ -327,7 +322,7 @@ def backward(
     db: Tensor | None,
     given: Any,
 ) -> None:
-    """Everything into `out` (dh), `act_out` (y) and `db`; `given` is `producers.Given`."""
+    """Everything into `out` (dh), `act_out` (y) and `db`; `given` is `gradients.Given`."""
     scales: dict[str, Any] = {}
     d, act = casts[0] or casts[1], casts[2]
     assert d is not None
@@ -351,7 +346,7 @@ def backward(
 
 
 # ----------------------------------------------------------------------------------------- launches
-def _gradient(p: Producer, inputs: Sequence[Tensor | None]) -> dict[str, Any]:
+def arguments(p: Producer, inputs: Sequence[Tensor | None]) -> dict[str, Any]:
     """The arguments that every kernel here has."""
     h, dy = inputs
     assert h is not None and dy is not None
@@ -361,14 +356,14 @@ def _gradient(p: Producer, inputs: Sequence[Tensor | None]) -> dict[str, Any]:
 
 
 def _value(p: Producer, inputs: Sequence[Tensor | None], out: Tensor) -> Launch:
-    args, config = _gradient(p, inputs), CONFIGS["value"]
+    args, config = arguments(p, inputs), CONFIGS["value"]
     m, f = args["M"], args["F"]
     args |= {"out": out, **tile(config, m, f, out.dtype)}
     return Launch.of(value_kernel, config.tiles(m, f), args, config)
 
 
 def _amax(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Launch:
-    args = _gradient(p, inputs)
+    args = arguments(p, inputs)
     m, f = args["M"], args["F"]
     return amax_launch(amax_kernel, args, CONFIGS["amax"], m, f, dtype, args["h"])
 
@@ -383,7 +378,7 @@ def _backward(
     sums: bool,
     **scales: Any,
 ) -> Launch:
-    args = _gradient(p, inputs)
+    args = arguments(p, inputs)
     d = casts[0] or casts[1]
     assert d is not None and d.format.element is not None
     a = casts[2] or d

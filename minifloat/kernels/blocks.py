@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import E5M2, FORMATS, Cast, Scale, rup
-from ._blocks_device import ABS2, row_pairs, store_blocks, store_words, word_scales
+from ._blocks_device import store_blocks, store_words, word_scales
 from ._device import (
     FP8,
     amax,
@@ -26,14 +26,10 @@ from ._device import (
     e8m0_multiplier,
     encode,
     fp32,
-    high,
     load_tile,
-    low,
-    max2,
-    reduce2,
-    spread,
     store_tile,
 )
+from ._e8m0_device import store_e8m0
 from .transpose import transpose
 from .variant import Config, Launch, Variant, samples
 
@@ -57,6 +53,8 @@ CONFIGS = {
     "e8m0_words_both_128": Config(32, 128, 2),  # where K is no multiple of 256
     "e8m0_square": Config(32, 256, 4),
     "e8m0_fake": Config(32, 128, 4),
+    "e8m0_words_fake": Config(32, 128, 4),
+    "e8m0_words_fake_128": Config(32, 128, 4),
 }
 # A tile of a padded E8M0 scale matrix holds 128 rows and the scales of 128 elements.
 E8M0_PAD = 128
@@ -210,39 +208,31 @@ def e8m0_kernel(
 
 @triton.jit
 def e8m0_words_kernel(
-    x, row, row_scale, col, col_scale, M, K, stride,
-    LIMIT: tl.constexpr, RECIPROCAL: tl.constexpr, TYPE: tl.constexpr, BK: tl.constexpr,
+    x, row, row_scale, row_out, col, col_scale, col_out, M, K, stride, ROW: tl.constexpr,
+    COL: tl.constexpr, LIMIT: tl.constexpr, RECIPROCAL: tl.constexpr, TYPE: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """`e8m0_kernel` for codes of both directions of whole 32 x BK tiles of bf16, in words.
+    """`e8m0_kernel` for both directions of whole 32 x BK tiles of bf16, in words; each is codes
+    (ROW, COL) or values.
 
-    11 instructions per element in place of 19: 79 us became 75.
+    Codes are 11 instructions per element in place of 19: 79 us became 75.
     """
     i_t = tl.num_programs(0) - 1 - tl.program_id(0)
     n_k = K // BK
     i_m = (i_t // n_k).to(tl.int64)
     i_k = (i_t % n_k).to(tl.int64)
-    G: tl.constexpr = BK // 32  # row blocks of a row
     o_m = i_m * 32 + tl.arange(0, 32)
     o_w = i_k * (BK // 2) + tl.arange(0, BK // 2)
     p_x = x.to(tl.pointer_type(tl.int32), bitcast=True)
     b_w = tl.load(p_x + o_m[:, None] * (stride // 2) + o_w[None, :])  # [32, BK/2]
-    b_a = b_w & ABS2
-    b_r = reduce2(tl.reshape(b_a, (32 * G, 16)), 1)  # [32 G]
-    b_e = e8m0_byte(spread(low(max2(b_r, b_r >> 16))), RECIPROCAL)
-    b_s = tl.reshape(spread(e8m0_multiplier(b_e)), (32, G, 1))
-    b_s = tl.reshape(tl.broadcast_to(b_s, (32, G, 16)), (32, BK // 2))
-    p_s = row_scale + o_m[:, None] * (K // 32) + i_k * G + tl.arange(0, G)[None, :]
-    tl.store(p_s, tl.reshape(b_e, (32, G)).to(tl.uint8))
-    p_q = o_m[:, None] * (K // 2) + o_w[None, :]
-    row = row.to(tl.pointer_type(tl.int16), bitcast=True)
-    tl.store(row + p_q, row_pairs(b_w, b_s, b_s, LIMIT, TYPE))
-    b_c = reduce2(b_a, 0)  # [BK/2]
-    b_c = spread(tl.reshape(tl.join(low(b_c), high(b_c)), (BK,)))
-    b_e = e8m0_byte(b_c, RECIPROCAL)
-    tl.store(col_scale + i_m * K + i_k * BK + tl.arange(0, BK), b_e.to(tl.uint8))
-    s_0, s_1 = tl.split(tl.reshape(spread(e8m0_multiplier(b_e)), (1, BK // 2, 2)))
-    col = col.to(tl.pointer_type(tl.int16), bitcast=True)
-    tl.store(col + p_q, row_pairs(b_w, s_0, s_1, LIMIT, TYPE))
+    if not ROW:
+        row = row_out
+    if not COL:
+        col = col_out
+    store_e8m0(
+        b_w, row, row_scale, col, col_scale, i_m, i_k, M, K, True, ROW, True, COL, LIMIT,
+        RECIPROCAL, TYPE, True,
+    )  # fmt: skip
 
 
 def cast_blocks(
@@ -290,7 +280,7 @@ def fake_blocks(
 ) -> None:
     """`x[M, K]` -> the bf16 values of its E8M0 copies, both `[M, K]`: `reference.fake_quantize`.
 
-    The packed column copy comes along when `col_data` and `col_scale` are given.
+    A column copy to keep is codes: `col_data` and `col_scale` in place of `col_out`.
     """
     if row is not None and col is not None and row != col:
         fake_blocks(x, row=row, col=None, row_out=row_out)
@@ -300,9 +290,12 @@ def fake_blocks(
     if cast is None or x.numel() == 0:
         return
     _check(cast)
-    _e8m0(x, cast, None, None, None, None, row_out=row_out, col_out=col_out).run()
-    if col_data is not None:  # a second read: see `encode` on storing codes beside their values
-        _e8m0(x, cast, None, None, col_data, col_scale).run()
+    mixed = row_out is not None and col_data is not None
+    if mixed and (cast.format.square or not _words(x, row_out, col_data)):
+        # A second read: see `encode` on storing codes beside their values.
+        _e8m0(x, cast, None, None, None, None, row_out=row_out).run()
+        row_out = None
+    _e8m0(x, cast, None, None, col_data, col_scale, row_out=row_out, col_out=col_out).run()
 
 
 def _check(cast: Cast) -> None:
@@ -371,9 +364,9 @@ def _e8m0(
     rows = row if row is not None else row_out
     cols = col if col is not None else col_out
     kind = _kind(fmt.square, rows, cols)
+    words = kind == "both" and _words(x, rows, cols)
     if kind == "both" and row_out is not None:
         kind = "fake"
-    words = kind == "both" and _words(x, row, col)
     m, k = x.shape
     kind = f"{'words_' * words}{kind}{'_128' * (words and k % 256 != 0)}"
     config = config or CONFIGS[f"e8m0_{kind}"]
@@ -409,8 +402,8 @@ def _words(x: Tensor, row: Tensor | None, col: Tensor | None) -> bool:
     """Whether both copies of x can be made from words of two bf16 numbers, in whole tiles."""
     if x.dtype != torch.bfloat16 or row is None or col is None:
         return False
-    aligned = x.storage_offset() % 2 == 0 and x.stride(0) % 2 == 0
-    aligned = aligned and row.storage_offset() % 4 == 0 and col.storage_offset() % 4 == 0
+    starts = (t.storage_offset() * t.element_size() % 4 for t in (x, row, col))
+    aligned = x.stride(0) % 2 == 0 and not any(starts)
     return aligned and x.shape[0] % 128 == 0 and x.shape[1] % 128 == 0
 
 
@@ -443,3 +436,6 @@ def variants() -> Iterator[Variant]:
                 v, w = value if row else None, value if col else None
                 launch = _e8m0(sample.x, cast, None, None, None, None, row_out=v, col_out=w)
                 yield Variant.of(f"fake_{name}", launch)
+                if v is not None and col and _words(sample.x, v, code) and not fmt.square:
+                    launch = _e8m0(sample.x, cast, None, None, *out, row_out=v)
+                    yield Variant.of(f"kept_{name}", launch)

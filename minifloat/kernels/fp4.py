@@ -321,13 +321,18 @@ def fake_fp4(
 ) -> None:
     """`x[M, K]` -> bf16 values of its copies, in the orientation of x: `reference.fake_quantize`.
 
-    The packed column copy comes along when `col_data` and `col_scale` are given.
+    A column copy to keep is codes: `col_data` and `col_scale` in place of `col_out`.
     """
     tensors = {
         "row_out": row_out, "row_amax": row_amax, "col_out": col_out,
         "col_data": col_data, "col_scale": col_scale, "col_amax": col_amax, "seed": seed,
     }  # fmt: skip
-    _run(x, row, col, tensors)
+    if row is not None and row.error and col_data is not None:
+        # Together they spill.
+        _run(x, row, None, {n: t for n, t in tensors.items() if not n.startswith("col")})
+        _run(x, None, col, {n: t for n, t in tensors.items() if not n.startswith("row")})
+    else:
+        _run(x, row, col, tensors)
 
 
 Tensors = Mapping[str, Tensor | None]
@@ -414,7 +419,7 @@ def options(name: str, cast: Cast | None) -> dict[str, Any]:
 
 
 def variants() -> Iterator[Variant]:
-    """Every option by direction, real and fake."""
+    """Every option by direction: codes, values, and values of rows beside codes of columns."""
     plain, tiles = Cast("nvfp4"), Cast("nvfp4_16x16")
     stochastic = plain.replace(stochastic=True)
     options = {
@@ -435,6 +440,11 @@ def variants() -> Iterator[Variant]:
                 yield Variant.of(name, launch)
                 launch = _launch(sample.x, row, col, _meta(row, col, fake=True))
                 yield Variant.of(f"{name}_fake", launch)
+                if is_row and is_col and not casts[0].error:
+                    codes = _meta(None, col, fake=False)
+                    kept = _meta(row, col, fake=True) | {"col_out": None}
+                    kept |= {n: codes[n] for n in ("col_data", "col_scale")}
+                    yield Variant.of(f"{name}_kept", _launch(sample.x, row, col, kept))
 
 
 def _meta(row: Cast | None, col: Cast | None, *, fake: bool) -> dict[str, Tensor | None]:
@@ -446,8 +456,7 @@ def _meta(row: Cast | None, col: Cast | None, *, fake: bool) -> dict[str, Tensor
     cast = row or col
     out: dict[str, Tensor | None] = {"seed": one(torch.int64, cast is not None and cast.stochastic)}
     for name, present in (("row", row is not None), ("col", col is not None)):
-        packed = present and not (fake and name == "row")
-        out[f"{name}_data"] = out[f"{name}_scale"] = one(torch.uint8, packed)
+        out[f"{name}_data"] = out[f"{name}_scale"] = one(torch.uint8, present and not fake)
         out[f"{name}_out"] = one(torch.bfloat16, present and fake)
         out[f"{name}_amax"] = one(torch.float32, present)
     return out

@@ -36,6 +36,7 @@ from .variant import Config, Launch, Variant
 
 __all__ = [
     "amax_launch",
+    "arguments",
     "fuses",
     "partial_amax",
     "quantize",
@@ -208,7 +209,7 @@ def fuses(
     if p.interleave or cast.format.scale is not Scale.F32:
         return False
     if cast.tiled:
-        args = _producer(p, inputs)
+        args = arguments(p, inputs)
         return in_words(dtype, args["M"], args["K"], args["x"])
     # A transposed fp32 tile beside its codes is miscompiled: see `tensorwise._run`.
     return dtype is not torch.float32
@@ -257,7 +258,7 @@ def quantize_scaled(
 
 
 # ----------------------------------------------------------------------------------------- launches
-def _producer(p: Producer, inputs: Sequence[Tensor | None]) -> dict[str, Any]:
+def arguments(p: Producer, inputs: Sequence[Tensor | None]) -> dict[str, Any]:
     """The arguments that every kernel here has: what is read, and how y comes of it."""
     x, mean, rstd, gamma, beta = (*inputs, None, None, None, None)[:5]
     assert x is not None
@@ -288,7 +289,7 @@ def amax_launch(
 
 
 def _value(p: Producer, inputs: Sequence[Tensor | None], out: Tensor) -> Launch:
-    args, config = _producer(p, inputs), CONFIGS["value"]
+    args, config = arguments(p, inputs), CONFIGS["value"]
     m, k = args["M"], args["K"]
     args |= {"out": out, **tile(config, m, k, out.dtype)}
     return Launch.of(value_kernel, config.tiles(m, k), args, config)
@@ -302,7 +303,7 @@ def partial_amax(
 
 
 def _amax(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Launch:
-    args = _producer(p, inputs)
+    args = arguments(p, inputs)
     m, k = args["M"], args["K"]
     return amax_launch(amax_kernel, args, CONFIGS["amax"], m, k, dtype, args["x"])
 
@@ -333,7 +334,7 @@ def _scaled(
     kept: Tensor | None = None,
     scaled: bool = False,
 ) -> Launch:
-    args = _producer(p, inputs) | _cast(cast, out)
+    args = arguments(p, inputs) | _cast(cast, out)
     args |= {
         "source": source, "n": n, "amax": amax, "kept": kept, "scale_inv": out["scale"],
         "SCALED": scaled, "AMAX": amax is not None, "KEEP": kept is not None,
@@ -353,7 +354,7 @@ def _blocks(
     cast: Cast,
     out: dict[str, Tensor],
 ) -> Launch:
-    args = _producer(p, inputs) | _cast(cast, out)
+    args = arguments(p, inputs) | _cast(cast, out)
     args |= {
         "source": None, "n": 1, "amax": None, "kept": None, "scale_inv": None, "SCALED": False,
         "AMAX": False, "KEEP": False, "INF": torch.finfo(dtype).max, "PARTIALS": PARTIALS,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minifloat import dispatch
 from minifloat.formats import Cast
-from minifloat.layout import Part, part_names, parts
+from minifloat.layout import Part, part_names, parts, value_parts
 
 from .compare import Case, reference_only
 from .inputs import (
@@ -224,11 +224,7 @@ def fake(kind: Kind, dtype: torch.dtype, device: torch.device) -> Iterator[Case]
 
 
 def _fake(label: str, x: Tensor, row: Cast | None, col: Cast | None, keep: bool) -> Case:
-    names = [n for n, c in (("row", row), ("col", col)) if c is not None]
-    described = part_names(row, col)
-    if keep:
-        names += [n for n in described if n in ("col_data", "col_scale")]
-    names += [n for n in described if n.endswith("amax")]
+    names = [p.name for p in value_parts(x.shape, row, col, keep)]
     seed = seed_of(row, col, x.device)
     return Case(label, names, lambda: dispatch.fake_quantize(x, row, col, keep_col=keep, seed=seed))
 

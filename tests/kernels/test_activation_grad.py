@@ -9,9 +9,9 @@ from torch import Tensor
 
 from minifloat import reference
 from minifloat.formats import Cast
+from minifloat.gradients import Given
 from minifloat.layout import parts
 from minifloat.producer import ACTIVATIONS, activation
-from minifloat.producers import Given
 
 pytest.importorskip("triton")
 from minifloat.kernels import activation_grad, produce  # noqa: E402

@@ -65,7 +65,7 @@ def check_fake(
 ) -> None:
     for x in inputs(shape, dtype, plain):
         row_out = reference.fake_quantize(x, row) if row else None
-        col_out = reference.fake_quantize(x, col, col=True) if col else None
+        col_out = reference.fake_quantize(x, col, col=True) if col and not keep_col else None
         data, scale = reference.quantize(x, col, col=True)[:2] if col and keep_col else (None, None)
         out = [buffer(t) for t in (row_out, col_out, data, scale)]
         blocks.fake_blocks(
@@ -140,7 +140,8 @@ def test_fake(
     name: str, directions: tuple[bool, bool], shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     row, col = (Cast(name) if d else None for d in directions)
-    check_fake(shape, dtype, row, col, keep_col=True)
+    for keep_col in (False, True):
+        check_fake(shape, dtype, row, col, keep_col)
 
 
 @pytest.mark.gpu
@@ -176,5 +177,7 @@ if __name__ == "__main__":
         check_cast((17, 1), torch.float16, None, Cast(name), plain=True)
     for name in EMULATED:
         check_fake((100, 127), torch.bfloat16, Cast(name), Cast(name), keep_col=True, plain=True)
+    for keep_col in (False, True):  # in words
+        check_fake((128, 128), torch.bfloat16, *(Cast(EMULATED[0]),) * 2, keep_col, plain=True)
     for shape in EMPTY:
         check_empty(shape, BLOCKS[0])

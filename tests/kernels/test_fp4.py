@@ -125,10 +125,10 @@ def check_fake(
         row_amax, col_amax = amaxes(x, row, col)
         row_out = reference.fake_quantize(x, row, amax=row_amax, seed=SEED) if row else None
         col_out, data, scale = None, None, None
-        if col:
+        if col and keep_col:
+            data, scale, _ = reference.quantize(x, col, col=True, amax=col_amax, seed=SEED)
+        elif col:
             col_out = reference.fake_quantize(x, col, col=True, amax=col_amax, seed=SEED)
-            if keep_col:
-                data, scale, _ = reference.quantize(x, col, col=True, amax=col_amax, seed=SEED)
         out = [buffer(t) for t in (row_out, col_out, data, scale)]
         fp4.fake_fp4(
             on_device(x), row=row, col=col, seed=SEED.to(DEVICE),
@@ -201,18 +201,20 @@ def test_seeds(seed: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [*FEW, (17, 1), (300, 4096)])
 @pytest.mark.parametrize("pair", MAIN)
 def test_fake(pair: str, shape: tuple[int, int]) -> None:
-    check_fake(shape, torch.bfloat16, *PAIRS[pair])
+    for keep_col in (False, True):
+        check_fake(shape, torch.bfloat16, *PAIRS[pair], keep_col)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", OTHERS)
 def test_fake_with_other_options(pair: str) -> None:
-    check_fake((100, 127), torch.bfloat16, *PAIRS[pair])
+    for keep_col in (False, True):
+        check_fake((100, 127), torch.bfloat16, *PAIRS[pair], keep_col)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_fake_without_the_packed_copy(dtype: torch.dtype) -> None:
+def test_fake_of_other_dtypes(dtype: torch.dtype) -> None:
     check_fake((100, 127), dtype, *MAIN["stochastic"], keep_col=False)
 
 

@@ -26,7 +26,7 @@ from minifloat.kernels.variant import Variant  # noqa: E402
 
 ARCHES = (90, 100)
 # Modules that launch nothing of their own.
-NO_KERNELS = {"entry", "ragged_entry", "variant"}
+NO_KERNELS = {"entry", "produce_entry", "ragged_entry", "variant"}
 # Bytes a kernel may spill, stores and loads together, by a pattern of its id. What is not listed
 # may spill nothing. A reason goes with each line.
 MAY_SPILL: dict[str, int] = {
@@ -46,6 +46,8 @@ IN_CI = re.compile(
     | ^produce-(scaled|1x128)_both_(swiglu|layernorm)_bf16_4100x4096-  # in words
     | ^activation_grad-(value|amax|scaled)_swiglu_bf16_4097x4000-
     | ^activation_grad-(scaled|1x128)_swiglu_sums_bf16_4100x4096-  # in words
+    | ^produce_e8m0-(kept|codes)_both_(swiglu|layernorm)_bf16_4097x4096-
+    | ^gradient_e8m0-(values|codes)_swiglu_sums_bf16_4097x4096-
     | ^norm-(amax|backward_add)_layer_bf16_(4000|20480)-
     | finish-
     | ^members-
