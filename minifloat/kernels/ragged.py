@@ -52,6 +52,8 @@ CONFIGS = {
     # H200, bf16, us: 16384x4096 spread 81 for 87, 8x4096x4096 equal 155 for 149 (copy_: 65, 130).
     "both": Config(64, 64, 4),
     "equal_both": Config(64, 128, 4),
+    # Beside those, both with amaxes: 16384x4096 spread 73 for 76, by Zipf's sizes 75 for 89 (one
+    # address takes most of the amaxes); 32x2048x7168 equal 462 for 503 (copy_: 66, 441).
     "words": Config(128, 128, 4),
     "transpose": Config(64, 64, 4),
     "f32": Config(128, 128, 16),
