@@ -90,6 +90,12 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", 227 << 10))
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a CUDA device has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def capability(device: torch.device | str) -> int | None:
     """Compute capability of a CUDA device as `10 * major + minor`; None for any other device."""
     device = torch.device(device)

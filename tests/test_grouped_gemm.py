@@ -165,7 +165,7 @@ def _scaled(o: Any) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(256, 384), (200, 136), (24, 40), (33, 65)])
+@pytest.mark.parametrize(("n", "k"), [(256, 384), (384, 400), (200, 136), (24, 40), (33, 65)])
 @pytest.mark.parametrize("name", CASTS)
 def test_all_at_once(name: str, n: int, k: int, fast: bool) -> None:
     """Against fp64 of the same operands; PyTorch's bf16 product is the measure of the error."""
@@ -209,6 +209,40 @@ def test_all_at_once(name: str, n: int, k: int, fast: bool) -> None:
             assert error(got, want) < bound, (what, i)
             if what == "wgrad":
                 assert error(into[i] - 1, want) < bound, i
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("n", [640, 656])
+def test_programs_of_many_tiles(n: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops that go on from tile to tile have the bits of a program for each."""
+    from minifloat.kernels import flat_gemm
+
+    k, how = 1280, CASTS["e4m3"]
+    split = [(37 * e) % 260 if e % 5 else 0 for e in range(40)]
+    total = sum(split)
+    torch.manual_seed(0)
+    x, g = (torch.randn(total, d, device="cuda", dtype=torch.bfloat16) for d in (k, n))
+    w = torch.randn(len(split) * n, k, device="cuda", dtype=torch.bfloat16)
+    group = grouped(torch.tensor(split, device="cuda"), total)
+    a, c = cast(x, group, how, False), cast(x, group, how, True)
+    b, g_row, g_col = cast(w, 40, how, False), cast(g, group, how, False), cast(g, group, how, True)
+    w_col = cast(w, 40, how, True)
+
+    def made() -> list[torch.Tensor]:
+        into = torch.ones(40, n, k, device="cuda")
+        return [
+            rows(a, b, group, torch.bfloat16, fast=fast),
+            rows(g_row, w_col, group, torch.bfloat16, fast=fast),
+            contraction(g_col, c, group, torch.bfloat16, fast=fast),
+            contraction(g_col, c, group, torch.float32, fast=fast),
+            contraction(g_col, c, group, torch.float32, fast=fast, out=into, accumulate=True),
+        ]
+
+    got = made()
+    monkeypatch.setattr(flat_gemm, "MEASURED", ())
+    for one, want in zip(got, made(), strict=True):
+        assert torch.equal(one, want)
 
 
 def test_a_gradient_of_another_shape() -> None:

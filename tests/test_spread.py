@@ -111,12 +111,14 @@ def test_spread(name: str, sizes: list[int], k: int, dtype: torch.dtype, device:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [136, 256])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_spread_by_given_scales(sizes: list[int], dtype: torch.dtype, device: str) -> None:
-    cast, k = Cast("fp8_e4m3"), 136
+def test_spread_by_given_scales(sizes: list[int], k: int, dtype: torch.dtype, device: str) -> None:
+    cast = Cast("fp8_e4m3")
     x = source(sum(sizes), k, dtype, sizes)
     group = spread.members(torch.tensor(sizes, device=device), sum(sizes))
     scales = 2.0 ** torch.arange(len(sizes), device=device) + 0.3
+    x[0, 0] = 1e6  # beyond the largest code
     found = spread.quantize_scaled(x.to(device), group, scales, cast, row=True, col=True)
     found = {part: buffer.cpu() for part, buffer in found.items()}
     amax = found.pop("amax")
@@ -133,13 +135,13 @@ def test_spread_by_given_scales(sizes: list[int], dtype: torch.dtype, device: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [256, 33])
-@pytest.mark.parametrize("sizes", [*SIZES, None], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, 72, 128], ids=str)
 @pytest.mark.parametrize("name", CASTS)
-def test_back_to_back(name: str, sizes: list[int] | None, k: int, dtype: torch.dtype) -> None:
+def test_back_to_back(name: str, sizes: list[int] | int, k: int, dtype: torch.dtype) -> None:
     row, col = CASTS[name]
-    of = sizes or [72] * 3
+    of = [sizes] * 3 if isinstance(sizes, int) else sizes
     x = source(sum(of), k, dtype, of)
-    on = None if sizes is None else torch.tensor(sizes)
+    on = None if isinstance(sizes, int) else torch.tensor(sizes)
     seed, device_seed = seed_of(row, "cpu"), seed_of(row, "cuda")
     want = ragged.quantize(x, on, len(of), row, col, seed=seed)
     torch.cuda.set_sync_debug_mode("error")
@@ -159,9 +161,23 @@ def test_back_to_back(name: str, sizes: list[int] | None, k: int, dtype: torch.d
         assert torch.equal(a.cpu(), b)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("m", [72, 128])
+def test_equal_members_by_given_scales(m: int, name: str) -> None:
+    cast, k = Cast(name), 256
+    x = source(3 * m, k, torch.bfloat16, [m] * 3)
+    x[0, 0], x[m, 1], x[2 * m, 3] = 1e6, torch.inf, torch.nan
+    scales = torch.tensor([0.7, 300.0, 2.0])
+    want = ragged.quantize_scaled(x, None, 3, scales, cast, row=True, col=True)
+    got = ragged.quantize_scaled(x.cuda(), None, 3, scales.cuda(), cast, row=True, col=True)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.cpu().nan_to_num(7.0), b.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_inf_and_nan_stay_with_their_member(device: str) -> None:
-    sizes, k = [40, 50, 60], 64
+    sizes, k = [40, 50, 60], 128
     x = torch.randn(150, k)
     x[3, 5], x[45, 6] = torch.inf, torch.nan
     for row, col in CASTS.values():

@@ -4,9 +4,9 @@
     contraction  d_e    = a[:, r_e] b[:, r_e]^T
 
 What PyTorch's grouped product takes (bf16 in rows of 16 bytes) goes to it; this is for the rest:
-codes, scales per block, any width, a bias, an fp32 result, one that is added to. Operands are codes
-of 8 bits or values, with the contraction last for codes. Rows past a member's end are read from its
-neighbour and not stored.
+codes, scales per block, any width, a bias, an fp32 result, one that is added to; `flat_gemm` is
+asked first. Operands are codes of 8 bits or values, with the contraction last for codes. Rows past
+a member's end are read from its neighbour and not stored.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from .. import env
 from ..formats import cdiv
+from . import flat_gemm
+from ._gemm_device import finished, swizzled
 from .members import ENTRY, TILE, WIDTH
 from .variant import Config, Launch, Variant
 
@@ -33,36 +35,13 @@ CONFIGS = {
     "fp8_split": Config(TILE, 128, 8, 4),
     "fp8_lines": Config(TILE, 64, 8, 4),
     "fp8_contraction": Config(128, 128, 8, 3),
-    "fp8_long": Config(256, 128, 8, 3),  # 467 us for 483 there, but 435 for 398 at 512 rows each
     "bf16": Config(TILE, 256, 8, 3),
     "bf16_contraction": Config(128, 128, 8, 3),
     "fp32": Config(TILE, 64, 8, 2),
 }
-LONG = 1536  # rows of a member on average
 STEP = 128  # bytes of a row of either operand at a time
 GROUP = 8  # tiles of rows that walk along b together: they share what L2 holds of it
 NO_BLOCKS, SQUARE, LINES = 0, 1, 2  # b's scales: none per block, 128x128, 1x128
-
-
-@triton.jit
-def swizzled(pid, n_r, n_c, GROUP: tl.constexpr):
-    """(row, column) of tile `pid` of n_r x n_c, GROUP rows at a time."""
-    width = GROUP * n_c
-    first = (pid // width) * GROUP
-    height = min(n_r - first, GROUP)
-    return first + (pid % width) % height, (pid % width) // height
-
-
-@triton.jit
-def finished(acc, scale_a, scale_b, e, ALPHA_A: tl.constexpr, ALPHA_B: tl.constexpr):
-    """The product under the scales of its member's operands."""
-    if ALPHA_A and ALPHA_B:
-        acc = acc * (tl.load(scale_a + e) * tl.load(scale_b + e))
-    elif ALPHA_A:
-        acc = acc * tl.load(scale_a + e)
-    elif ALPHA_B:
-        acc = acc * tl.load(scale_b + e)
-    return acc
 
 
 @triton.jit
@@ -265,6 +244,10 @@ def _rows(
     fast: bool,
 ) -> Launch:
     kind, one = _kind(a, fast, blocks)
+    if kind == "fp8" and bias is None:
+        flat = flat_gemm.rows(a, b, tiles, out, scale_a, scale_b)
+        if flat is not None:
+            return flat
     config = CONFIGS[kind]
     n, k = b.shape[1:]
     if n <= 128 and config.k > 128:
@@ -318,10 +301,12 @@ def _contraction(
     fast: bool,
 ) -> Launch:
     kind, one = _kind(a, fast, blocks)
+    if padded and not blocks:
+        flat = flat_gemm.contraction(a, b, table, out, scale_a, scale_b, add, fast)
+        if flat is not None:
+            return flat
     config = CONFIGS[{"fp32": "fp32", "bf16": "bf16_contraction"}.get(kind, "fp8_contraction")]
     num, n, k = out.shape
-    if kind == "fp8" and a.shape[1] >= LONG * num and n > 128:
-        config = CONFIGS["fp8_long"]
     config = _fitting(config, a.device)
     args = {
         "a": a,

@@ -4,8 +4,8 @@
 a copy whose members begin at multiples of TILE, with zeros up to the next. `table[r][4]` is the
 member of rank r by size: what takes longest starts first. Every member has at least
 one tile of TILE rows, and a place of TILE columns, an empty one too: its scale and its zeros are
-written like any other's. `tiles[t] = (e, first row, start, end, place, place end, 0, 0)`, e = -1
-behind the last one.
+written like any other's. `tiles[t] = (e, first row, start, end, place, place end, full, 0)`, e = -1
+behind the last one. Those of members with rows come first, and are `full` together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def tables_kernel(
     b_end = tl.cumsum(b_size, 0)
     b_start = tl.minimum(b_end - b_size, total)
     b_size = tl.minimum(b_end, total) - b_start
-    b_tiles = tl.maximum(tl.cdiv(b_size, TILE), 1)
+    b_full = tl.cdiv(b_size, TILE)
+    b_tiles = tl.where(o_e < num, tl.maximum(b_full, 1), 0)
     here = o_e == e
     before = o_e < e
     start = tl.sum(tl.where(here, b_start, 0)).to(tl.int32)
@@ -48,6 +49,10 @@ def tables_kernel(
     at = tl.sum(tl.where(before, b_tiles, 0)).to(tl.int32)
     count = tl.sum(tl.where(here, b_tiles, 0)).to(tl.int32)
     place, width = at * TILE, count * TILE
+    full = tl.sum(b_full).to(tl.int32)
+    listed = tl.sum(tl.where(before, b_full, 0)).to(tl.int32)
+    if size == 0:
+        listed = full + at - listed  # every empty member before has one
     larger = (b_size > size) | ((b_size == size) & before)
     rank = tl.sum(tl.where(larger & (o_e < num), 1, 0))
     tl.store(table + rank * WIDTH + 4, e)
@@ -57,7 +62,7 @@ def tables_kernel(
     tl.store(table + e * WIDTH + 3, place + width)
     o_t = tl.arange(0, BT)
     for t in range(0, count, BT):
-        p_t = tiles + (at + t + o_t) * ENTRY
+        p_t = tiles + (listed + t + o_t) * ENTRY
         ok = t + o_t < count
         zero = tl.zeros((BT,), tl.int32)
         tl.store(p_t, zero + e, mask=ok)
@@ -66,6 +71,7 @@ def tables_kernel(
         tl.store(p_t + 3, zero + start + size, mask=ok)
         tl.store(p_t + 4, zero + place, mask=ok)
         tl.store(p_t + 5, zero + place + width, mask=ok)
+        tl.store(p_t + 6, zero + full, mask=ok)
     if e == num - 1:
         for t in range(at + count, n, BT):
             tl.store(tiles + (t + o_t) * ENTRY, tl.zeros((BT,), tl.int32) - 1, mask=t + o_t < n)

@@ -28,6 +28,16 @@ from torch import Tensor
 from ..formats import E4M3, FORMATS, FP32_MAX, Cast, Scale, cdiv, rup
 from ._blocks_device import line_amax, store_square_scale
 from ._device import FP8, abs_bits, amax, encode, fp8_scale, fp32
+from ._ragged_device import (
+    find_scale,
+    load_rows,
+    load_words,
+    offset,
+    store_columns,
+    store_rows,
+    store_words,
+    top_of_words,
+)
 from .blocks import E8M0_PAD, e8m0_blocks
 from .members import ENTRY, TILE, locate, tile_count
 from .variant import Config, Launch, Variant, samples
@@ -42,6 +52,9 @@ CONFIGS = {
     # H200, bf16, us: 16384x4096 spread 81 for 87, 8x4096x4096 equal 155 for 149 (copy_: 65, 130).
     "both": Config(64, 64, 4),
     "equal_both": Config(64, 128, 4),
+    # Beside those, both with amaxes: 16384x4096 spread 73 for 76, by Zipf's sizes 75 for 89 (one
+    # address takes most of the amaxes); 32x2048x7168 equal 462 for 503 (copy_: 66, 441).
+    "words": Config(128, 128, 4),
     "transpose": Config(64, 64, 4),
     "f32": Config(128, 128, 16),
     "e8m0": Config(64, 128, 4),
@@ -86,57 +99,6 @@ class Group(NamedTuple):
         if self.tiles is None:
             return self.num * max(1, cdiv(rows // self.num, TILE))
         return tile_count(rows, self.num)
-
-
-@triton.jit
-def offset(at, e, step, num, PART: tl.constexpr, EQUAL: tl.constexpr):
-    """Where a part of member e begins in its FLAT buffer."""
-    return e * step if EQUAL else tl.load(at + PART * num + e)
-
-
-@triton.jit
-def load_rows(x, o_l, o_k, start, size, K, stride, EVEN_M: tl.constexpr, EVEN_K: tl.constexpr):
-    """Rows o_l of the member at `start`, zero past it: zeros never raise an amax."""
-    p_x = x + (start + o_l)[:, None] * stride + o_k[None, :]
-    if EVEN_M and EVEN_K:
-        b_x = tl.load(p_x)
-    elif EVEN_K:
-        b_x = tl.load(p_x, mask=o_l[:, None] < size, other=0.0)
-    else:
-        b_x = tl.load(p_x, mask=(o_l[:, None] < size) & (o_k[None, :] < K), other=0.0)
-    return b_x
-
-
-@triton.jit
-def store_rows(row, b_q, o_l, o_k, start, size, K, EVEN_M: tl.constexpr, EVEN_K: tl.constexpr):
-    """Codes `[BM, BK]` of rows o_l of a member."""
-    p_r = row + (start + o_l)[:, None] * K + o_k[None, :]
-    if EVEN_M and EVEN_K:
-        tl.store(p_r, b_q)
-    elif EVEN_K:
-        tl.store(p_r, b_q, mask=o_l[:, None] < size)
-    else:
-        tl.store(p_r, b_q, mask=(o_l[:, None] < size) & (o_k[None, :] < K))
-
-
-@triton.jit
-def store_columns(
-    col, b_q, o_l, o_k, start, size, place, K, pitch, FLAT: tl.constexpr, EVEN_M: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):  # fmt: skip
-    """Codes `[BK, BM]` of columns o_k, rows o_l of a member, with the zeros behind it if SPREAD."""
-    if FLAT:
-        p_c = col + start * K + o_k.to(tl.int64)[:, None] * size + o_l[None, :]
-        if EVEN_M and EVEN_K:
-            tl.store(p_c, b_q)
-        else:
-            tl.store(p_c, b_q, mask=(o_k[:, None] < K) & (o_l[None, :] < size))
-    else:
-        p_c = col + o_k.to(tl.int64)[:, None] * pitch + (place + o_l)[None, :]
-        if EVEN_K:
-            tl.store(p_c, b_q)
-        else:
-            tl.store(p_c, b_q, mask=o_k[:, None] < K)
 
 
 @triton.jit
@@ -189,20 +151,13 @@ def cast_kernel(
         for i in tl.static_range(PARTS):
             o_l = local + i * BM + tl.arange(0, BM)
             parts = parts + (load_rows(x, o_l, o_k, start, size, K, stride, EVEN_M, EVEN_K),)
-        if SCALED:
-            scale = tl.load(source + e)
-            if SEEN:
-                b_top = abs_bits(parts[0])  # [BM, BK]
-                for i in tl.static_range(1, PARTS):
-                    b_top = tl.maximum(b_top, abs_bits(parts[i]))
-                tl.atomic_max(seen + e, tl.max(b_top), sem="relaxed")
-        else:
-            largest = tl.load(source + e).to(tl.float32, bitcast=True)
-            scale = fp8_scale(largest, eps, LIMIT, INF, POW2)
-        if (local == 0) & (i_k == 0):
-            tl.store(scale_inv + e, tl.div_rn(1.0, scale))
-            if KEEP:
-                tl.store(kept + e, scale)
+        first = (local == 0) & (i_k == 0)
+        scale = find_scale(source, scale_inv, kept, eps, e, first, SCALED, KEEP, LIMIT, INF, POW2)
+        if SCALED and SEEN:
+            b_top = abs_bits(parts[0])  # [BM, BK]
+            for i in tl.static_range(1, PARTS):
+                b_top = tl.maximum(b_top, abs_bits(parts[i]))
+            tl.atomic_max(seen + e, tl.max(b_top), sem="relaxed")
         for i in tl.static_range(PARTS):
             o_l = local + i * BM + tl.arange(0, BM)
             if ROW:
@@ -213,6 +168,41 @@ def cast_kernel(
                 store_columns(
                     col, b_q, o_l, o_k, start, size, place, K, pitch, FLAT, EVEN_M, EVEN_K
                 )
+
+
+@triton.jit
+def words_kernel(
+    x, row, col, source, seen, scale_inv, kept, tiles, rows, eps, K, stride, pitch,
+    EQUAL: tl.constexpr, EVEN_M: tl.constexpr, SCALED: tl.constexpr, SEEN: tl.constexpr,
+    KEEP: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr,
+    POW2: tl.constexpr, TILE: tl.constexpr, ENTRY: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """`cast_kernel` for both copies of bf16, in words: SPREAD, or EQUAL members of whole tiles; K
+    in whole ones. 8 instructions per element in place of 22."""
+    n_k = K // BK
+    SUB: tl.constexpr = TILE // BM
+    i_p = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_k = i_p % n_k
+    e, at_row, start, end, place, place_end = locate(
+        tiles, i_p // (n_k * SUB), rows, EQUAL, TILE, ENTRY
+    )
+    size = end - start
+    local = at_row + ((i_p // n_k) % SUB) * BM
+    if e >= 0:
+        o_l = local + 4 * tl.arange(0, BM // 4)
+        o_w = i_k * (BK // 2) + tl.arange(0, BK // 2)
+        o_k = i_k * BK + tl.arange(0, BK)
+        w0, w1, w2, w3 = load_words(x, o_l, o_w, start, size, stride, EVEN_M)  # [BM/4, BK/2]
+        first = (local == 0) & (i_k == 0)
+        scale = find_scale(source, scale_inv, kept, eps, e, first, SCALED, KEEP, LIMIT, INF, POW2)
+        if SCALED and SEEN:
+            tl.atomic_max(seen + e, top_of_words(w0, w1, w2, w3), sem="relaxed")
+        at = start * K + local if EQUAL else place + local
+        store_words(
+            w0, w1, w2, w3, row, col, scale, o_l, o_w, o_k, start, size, at, K,
+            rows if EQUAL else pitch, LIMIT, TYPE, EVEN_M,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -458,6 +448,9 @@ def _cast(
     kind = "both" if row is not None and col is not None else "row" if col is None else "col"
     config = CONFIGS["equal_both" if kind == "both" and group.tiles is None else kind]
     parts = 1 if group.tiles is None else PARTS_OF_A_PROGRAM
+    fn: Any = cast_kernel
+    if _in_words(x, group, row, col):
+        fn, config, parts = words_kernel, CONFIGS["words"], 1
     m, k = x.shape
     args = {
         "x": x,
@@ -485,7 +478,19 @@ def _cast(
     # A matrix without columns still has scales.
     tiles = group.count(m) * (TILE // (config.m * parts))
     programs = tiles * max(1, cdiv(k, config.k))
-    return Launch.of(cast_kernel, programs, args, config)
+    return Launch.of(fn, programs, args, config)
+
+
+def _in_words(x: Tensor, group: Group, row: Tensor | None, col: Tensor | None) -> bool:
+    """Whether both copies can be made in words of two bf16 numbers, and of four codes: members of
+    the column copy then begin and end with whole words."""
+    if row is None or col is None or x.dtype is not torch.bfloat16:
+        return False
+    m, k = x.shape
+    aligned = x.data_ptr() % 4 == 0 and row.data_ptr() % 2 == 0 and col.data_ptr() % 4 == 0
+    if not aligned or x.stride(0) % 2 != 0 or k == 0 or k % CONFIGS["words"].k != 0:
+        return False
+    return group.at is None if group.tiles is not None else m > 0 and (m // group.num) % TILE == 0
 
 
 def _transpose(codes: Tensor, shape: torch.Size, group: Group, col: Tensor) -> Launch:

@@ -17,9 +17,10 @@ from torch import Tensor
 from ..formats import HADAMARD, HADAMARD_SIGN_MASK, Cast, cdiv, rup
 from ._device import abs_bits
 from ._fp4_device import amax_block, hadamard_sums, load_col_block
+from ._ragged_device import offset
 from .fp4 import BLOCKS, CONFIGS, PAD, POINTERS, cast_columns, cast_rows, global_factors, options
 from .members import TILE, locate
-from .ragged import Group, offset
+from .ragged import Group
 from .variant import Config, Launch, Variant, samples
 
 __all__ = ["cast_fp4", "supports", "variants"]

@@ -54,7 +54,9 @@ IN_CI = re.compile(
     | ^ragged-ragged_(amax|transpose|(current|scaled)_fp8_e4m3)_spread_bf16_4097x4000-
     | ^ragged-ragged_(fp8_e4m3_1x128|mxfp8_e4m3)_spread_bf16_4097x4000-
     | ^ragged_fp4-ragged_(amax|fp4)_hadamard_spread_bf16_4097x4000-
+    | ^ragged-ragged_scaled_fp8_e4m3_spread_bf16_4096x4096-  # in words
     | ^grouped_gemm-.*(fast|split|blocks1?)_whole-
+    | ^flat_gemm-(rows|contraction_fast)_whole-
     | ^fp4-fp4_(plain|stochastic|tiles)_both_bf16_4097x4000-
     | ^fp4-fp4_plain_both_bf16_4097x4000_fake-
     """,
