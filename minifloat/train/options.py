@@ -43,6 +43,7 @@ class Options:
     compile: bool = True
     compile_blocks: bool = False
     backend: str | None = None
+    cuda_graphs: bool | None = None
     baseline: bool = True
     out: str = "runs/train"
     checkpoint_dir: str | None = None
@@ -142,6 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     say("--compile-blocks", action="store_true",
         help="one graph for all blocks in place of one for the model: starts sooner")  # fmt: skip
     say("--backend", default=None, help="of torch.compile (default: inductor, on CPU aot_eager)")
+    say("--cuda-graphs", action=argparse.BooleanOptionalAction, default=None,
+        help="a step as one launch (default: yes on a GPU, no in several processes)")  # fmt: skip
     say("--baseline", action=argparse.BooleanOptionalAction, default=True,
         help="train the same model in bf16 too (default: yes)")  # fmt: skip
     say("--out", default="runs/train", metavar="DIR",

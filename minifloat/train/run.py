@@ -49,6 +49,16 @@ def _backend(options: Options, device: torch.device) -> str | None:
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
+def _graphs(options: Options, world: World) -> bool:
+    """Whether a step is a CUDA graph."""
+    gpu = world.device.type == "cuda"
+    if options.cuda_graphs and not gpu:
+        raise TrainError(f"--cuda-graphs: needs a CUDA GPU, and this runs on {world.device.type}")
+    if options.cuda_graphs and world.size > 1:
+        raise TrainError("--cuda-graphs: is for one process: FSDP2 gathers outside of graphs")
+    return gpu and world.size == 1 if options.cuda_graphs is None else options.cuda_graphs
+
+
 def _environment(world: World) -> dict[str, Any]:
     device = world.device
     capability = env.capability(device)
@@ -99,7 +109,11 @@ def train(options: Options) -> dict[str, Any]:
     with joined(options.device) as world:
         with world.together():
             options = options.checked()
-            options = replace(options, backend=_backend(options, world.device))
+            options = replace(
+                options,
+                backend=_backend(options, world.device),
+                cuda_graphs=_graphs(options, world),
+            )
             _checked_shares(options, world)
             jobs = _jobs(options)
             _checked_folder(options, [job.name for job in jobs], world)
@@ -159,6 +173,8 @@ def _announce(
     if options.compile:
         each = ", each block" if options.compile_blocks or world.size > 1 else ""
         how = f"torch.compile(fullgraph=True, backend={options.backend!r}){each}"
+    if options.cuda_graphs:
+        how += ", in a CUDA graph"
     several = f", {world.size} processes" if world.size > 1 else ""
     world.say(f"{env.device_name(world.device)}{several}, {how}; recipe {recipe}")
 

@@ -1,0 +1,121 @@
+"""Steps in CUDA graphs: the same losses to the bit, resumed or not; what cannot be is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minifloat.train import Options, TrainError, train
+from minifloat.train.graph import ORDINARY, StepGraph
+from minifloat.train.run import _graphs
+from minifloat.train.world import World
+
+gpu = pytest.mark.gpu
+deep = pytest.mark.deep
+RECIPES = ["bf16", "delayed", "current", "block", "mxfp8", "nvfp4"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"def f{i}(x): return x * {i} + {i * i}\n" for i in range(2000)))
+    return str(path)
+
+
+def run(tmp_path: Path, corpus: str, out: str, **changes: Any) -> list[Any]:
+    given = {"preset": "smoke", "steps": 12, "batch_size": 4, "device": "cuda", "compile": False}
+    more = {"data": corpus, "baseline": False, "out": str(tmp_path / out)}
+    train(Options(**{**given, **more, **changes}))
+    return [json.loads(s) for s in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_where_a_step_is_a_graph() -> None:
+    gpu, cpu = World(torch.device("cuda")), World(torch.device("cpu"))
+    several = World(torch.device("cuda"), 1, 2)
+    assert _graphs(Options(), gpu)
+    assert not _graphs(Options(cuda_graphs=False), gpu)
+    assert not _graphs(Options(), several) and not _graphs(Options(), cpu)
+    assert not _graphs(Options(cuda_graphs=False), cpu)
+    with pytest.raises(TrainError, match="--cuda-graphs: needs a CUDA GPU, and this runs on cpu"):
+        _graphs(Options(cuda_graphs=True), cpu)
+    with pytest.raises(TrainError, match="--cuda-graphs: is for one process"):
+        _graphs(Options(cuda_graphs=True), several)
+
+
+def test_a_checkpoint_does_not_depend_on_graphs() -> None:
+    with_graphs, without = (Options(cuda_graphs=on).checked().identity() for on in (True, False))
+    assert with_graphs == without
+
+
+@gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses_are_those_of_steps_without_graphs(tmp_path, corpus, recipe: str) -> None:
+    without = run(tmp_path, corpus, "without", recipe=recipe, cuda_graphs=False)
+    assert run(tmp_path, corpus, "with", recipe=recipe) == without
+    assert without[-1]["loss"] < without[0]["loss"]
+
+
+@gpu
+@deep
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_too(tmp_path, corpus, recipe: str, blocks: bool) -> None:
+    same = {"recipe": recipe, "compile": True, "compile_blocks": blocks}
+    without = run(tmp_path, corpus, "without", cuda_graphs=False, **same)
+    assert run(tmp_path, corpus, "with", **same) == without
+
+
+@gpu
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_a_resumed_run_is_bit_equal(tmp_path, corpus, recipe: str) -> None:
+    whole = run(tmp_path, corpus, "whole", recipe=recipe)
+    saved = {"recipe": recipe, "checkpoint_dir": str(tmp_path / "saved")}
+    assert run(tmp_path, corpus, "part", stop_after=6, **saved) == whole[:6]
+    assert run(tmp_path, corpus, "part", resume=True, **saved) == whole
+
+
+@gpu
+def test_experts_in_a_graph(tmp_path, corpus) -> None:
+    same = {"recipe": "current", "experts": 4}
+    without = run(tmp_path, corpus, "without", cuda_graphs=False, **same)
+    assert run(tmp_path, corpus, "with", **same) == without
+
+
+@gpu
+def test_a_call_does_what_the_work_does() -> None:
+    total = torch.zeros(3, device="cuda")
+    seen = 0
+
+    def work(x: Tensor) -> Tensor:
+        nonlocal seen
+        seen += 1
+        total.add_(x)
+        return total + torch.rand(3, device="cuda")
+
+    step, results = StepGraph(work), []
+    for i in range(ORDINARY + 3):
+        torch.manual_seed(i)
+        results.append(step(torch.full((3,), float(i), device="cuda")))
+    assert seen == ORDINARY + 1  # the last one is the capture
+    for i, result in enumerate(results):  # none is overwritten by those that follow
+        torch.manual_seed(i)
+        assert torch.equal(result, sum(range(i + 1)) + torch.rand(3, device="cuda"))
+    step.release()
+    assert step(torch.zeros(3, device="cuda")).shape == (3,)
+    assert seen == ORDINARY + 2
+
+
+@gpu
+def test_what_cannot_be_captured_is_told() -> None:
+    step = StepGraph(lambda x: x + x.sum().item())
+    x = torch.ones(3, device="cuda")
+    for _ in range(ORDINARY):
+        step(x)
+    with pytest.raises(TrainError, match="--no-cuda-graphs"):
+        step(x)
+    torch.cuda.synchronize()
