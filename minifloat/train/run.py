@@ -25,6 +25,7 @@ from .loop import Result, run
 from .metrics import Metrics
 from .options import Options
 from .recipes import quantized_share, recipe_map
+from .repeats import repeatable
 from .trainer import Job
 from .world import World, joined
 
@@ -57,6 +58,17 @@ def _graphs(options: Options, world: World) -> bool:
     if options.cuda_graphs and world.size > 1:
         raise TrainError("--cuda-graphs: is for one process: FSDP2 gathers outside of graphs")
     return gpu and world.size == 1 if options.cuda_graphs is None else options.cuda_graphs
+
+
+def _repeats(options: Options, world: World) -> bool:
+    """Whether PyTorch is told to repeat; on a CPU it does so unasked.
+
+    What a checkpoint is for is to go on as if nothing had happened.
+    """
+    if world.device.type != "cuda":
+        return False
+    asked = options.deterministic
+    return options.checkpoint_dir is not None if asked is None else asked
 
 
 def _environment(world: World) -> dict[str, Any]:
@@ -113,6 +125,7 @@ def train(options: Options) -> dict[str, Any]:
                 options,
                 backend=_backend(options, world.device),
                 cuda_graphs=_graphs(options, world),
+                deterministic=_repeats(options, world),
             )
             _checked_shares(options, world)
             jobs = _jobs(options)
@@ -123,7 +136,8 @@ def train(options: Options) -> dict[str, Any]:
         parameters = sum(p.numel() for p in Transformer(options.config, device="meta").parameters())
         _announce(options, world, corpus, parameters, jobs[0].recipe)
         out = Path(options.out)
-        with _located(world), Metrics(out / "metrics.jsonl" if world.leads else None) as metrics:
+        lines = Metrics(out / "metrics.jsonl" if world.leads else None)
+        with _located(world), repeatable(bool(options.deterministic)), lines as metrics:
             results = [run(job, options, corpus, world, metrics) for job in jobs]
         summary = _summary(options, world, corpus, jobs, results)
         summary["parameters"] = parameters
@@ -175,6 +189,8 @@ def _announce(
         how = f"torch.compile(fullgraph=True, backend={options.backend!r}){each}"
     if options.cuda_graphs:
         how += ", in a CUDA graph"
+    if options.deterministic:
+        how += ", deterministic"
     several = f", {world.size} processes" if world.size > 1 else ""
     world.say(f"{env.device_name(world.device)}{several}, {how}; recipe {recipe}")
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from minifloat.train import Options, TrainError, train
 from minifloat.train.graph import ORDINARY, StepGraph
-from minifloat.train.run import _graphs
+from minifloat.train.repeats import repeatable
+from minifloat.train.run import _graphs, _repeats
 from minifloat.train.world import World
 
 gpu = pytest.mark.gpu
@@ -29,7 +30,7 @@ def corpus(tmp_path: Path) -> str:
 
 def run(tmp_path: Path, corpus: str, out: str, **changes: Any) -> list[Any]:
     given = {"preset": "smoke", "steps": 12, "batch_size": 4, "device": "cuda", "compile": False}
-    more = {"data": corpus, "baseline": False, "out": str(tmp_path / out)}
+    more = {"data": corpus, "baseline": False, "out": str(tmp_path / out), "deterministic": True}
     train(Options(**{**given, **more, **changes}))
     return [json.loads(s) for s in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]
 
@@ -50,6 +51,33 @@ def test_where_a_step_is_a_graph() -> None:
 def test_a_checkpoint_does_not_depend_on_graphs() -> None:
     with_graphs, without = (Options(cuda_graphs=on).checked().identity() for on in (True, False))
     assert with_graphs == without
+
+
+def test_where_steps_repeat_to_the_bit() -> None:
+    gpu, cpu = World(torch.device("cuda")), World(torch.device("cpu"))
+    saved = Options(checkpoint_dir="somewhere")
+    assert _repeats(saved, gpu) and _repeats(Options(deterministic=True), gpu)
+    assert not _repeats(Options(), gpu) and not _repeats(saved, cpu)
+    assert not _repeats(Options(checkpoint_dir="somewhere", deterministic=False), gpu)
+    assert Options(deterministic=True).identity() != Options().identity()
+
+
+def test_repeatable_puts_back_what_was_set() -> None:
+    def found() -> tuple[int, bool]:
+        memory = torch.utils.deterministic
+        return torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+
+    for before in (0, 1):
+        torch.set_deterministic_debug_mode(before)
+        try:
+            with repeatable(False):
+                assert found() == (before, True)
+            with pytest.raises(KeyError), repeatable(True):
+                assert found() == (2, False)
+                raise KeyError
+            assert found() == (before, True)
+        finally:
+            torch.set_deterministic_debug_mode(0)
 
 
 @gpu
