@@ -41,7 +41,7 @@ class Options:
     top_k: int | None = None
     device: str | None = None
     compile: bool = True
-    compile_blocks: bool = False
+    compile_blocks: bool | None = None
     backend: str | None = None
     cuda_graphs: bool | None = None
     deterministic: bool | None = None
@@ -141,8 +141,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     say("--device", default=None, help="e.g. cpu, cuda:0 (default: the GPU if any)")
     say("--compile", action=argparse.BooleanOptionalAction, default=True,
         help="torch.compile(fullgraph=True) (default: yes)")  # fmt: skip
-    say("--compile-blocks", action="store_true",
-        help="one graph for all blocks in place of one for the model: starts sooner")  # fmt: skip
+    say("--compile-blocks", action=argparse.BooleanOptionalAction, default=None,
+        help="one graph for all blocks in place of one for the model: starts sooner (default: yes"
+        " on a GPU)")  # fmt: skip
     say("--backend", default=None, help="of torch.compile (default: inductor, on CPU aot_eager)")
     say("--cuda-graphs", action=argparse.BooleanOptionalAction, default=None,
         help="a step as one launch (default: yes on a GPU, no in several processes)")  # fmt: skip

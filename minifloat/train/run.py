@@ -50,6 +50,13 @@ def _backend(options: Options, device: torch.device) -> str | None:
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
+def _blocks(options: Options, device: torch.device) -> bool:
+    """Whether blocks are compiled one by one: in a CUDA graph that is as quick to run."""
+    if options.compile_blocks is None:
+        return options.compile and device.type == "cuda"
+    return options.compile_blocks
+
+
 def _graphs(options: Options, world: World) -> bool:
     """Whether a step is a CUDA graph."""
     gpu = world.device.type == "cuda"
@@ -124,6 +131,7 @@ def train(options: Options) -> dict[str, Any]:
             options = replace(
                 options,
                 backend=_backend(options, world.device),
+                compile_blocks=_blocks(options, world.device),
                 cuda_graphs=_graphs(options, world),
                 deterministic=_repeats(options, world),
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 from minifloat.train import Options, TrainError, train
 from minifloat.train.graph import ORDINARY, StepGraph
 from minifloat.train.repeats import repeatable
-from minifloat.train.run import _graphs, _repeats
+from minifloat.train.run import _blocks, _graphs, _repeats
 from minifloat.train.world import World
 
 gpu = pytest.mark.gpu
@@ -51,6 +51,14 @@ def test_where_a_step_is_a_graph() -> None:
 def test_a_checkpoint_does_not_depend_on_graphs() -> None:
     with_graphs, without = (Options(cuda_graphs=on).checked().identity() for on in (True, False))
     assert with_graphs == without
+
+
+def test_where_blocks_are_compiled_one_by_one() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert _blocks(Options(), gpu) and not _blocks(Options(), cpu)
+    assert not _blocks(Options(compile=False), gpu)
+    assert not _blocks(Options(compile_blocks=False), gpu)
+    assert _blocks(Options(compile_blocks=True), cpu)
 
 
 def test_where_steps_repeat_to_the_bit() -> None:
