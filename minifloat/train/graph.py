@@ -59,11 +59,12 @@ class StepGraph:
         try:
             with torch.cuda.graph(graph, stream=self.stream):
                 self.result = self.work(*self.inputs)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            first = _first(error)
+            if isinstance(first, torch.OutOfMemoryError):
+                raise
             raise TrainError(
-                f"a step cannot be captured in a CUDA graph: {str(error).splitlines()[0]}:"
+                f"a step cannot be captured in a CUDA graph: {str(first).splitlines()[0]}:"
                 " --no-cuda-graphs runs it without"
             ) from error
         return graph
@@ -72,3 +73,10 @@ class StepGraph:
         """Give back the memory of the graph; the next calls start over."""
         self.graph = self.result = None
         self.inputs, self.calls = (), 0
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong: the end of a capture that failed fails as well, and says less."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
