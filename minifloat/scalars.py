@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import env, library, programs
+from . import env, library, programs, reference
 
 __all__ = ["advance", "rescale", "snapshot", "tallied"]
 
@@ -23,6 +23,10 @@ def advance(
 
     `limits` are the largest codes times 2**-margin; `recent` uses the last amax alone.
     """
+    if library.traced():
+        if history.is_cuda:  # elsewhere the steps of the reference are as good, and inlined
+            library.op("advance")(history, scales, amaxes, limits, recent)
+        return bool(history.is_cuda)
     if not env.runs_kernels(history):
         return False
     inputs = (history, *scales, *amaxes)
@@ -37,6 +41,37 @@ def advance(
 
     programs.replay(of, inputs, ordinary)
     return True
+
+
+def _advance(
+    history: Tensor,
+    scales: list[Tensor],
+    amaxes: list[Tensor],
+    limits: list[float],
+    recent: bool,
+) -> None:
+    if advance(history, scales, amaxes, tuple(limits), recent):
+        return
+    n = scales[0].shape[0]
+    now, rule = torch.cat(amaxes), "most_recent" if recent else "max"
+    largest = torch.cat([now.new_full((n,), limit) for limit in limits])
+    rolled, next_scale = reference.delayed_update(
+        torch.cat((now[None], history[1:])), torch.cat(scales), largest, amax_algorithm=rule
+    )
+    history.copy_(rolled)
+    for i, (scale, amax) in enumerate(zip(scales, amaxes, strict=True)):
+        scale.copy_(next_scale[i * n : (i + 1) * n])
+        amax.zero_()
+
+
+def _advance_fake(
+    history: Tensor,
+    scales: list[Tensor],
+    amaxes: list[Tensor],
+    limits: list[float],
+    recent: bool,
+) -> None:
+    return None
 
 
 def rescale(y: Tensor, a: Tensor, b: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
@@ -98,6 +133,12 @@ def _tallied_fake(x: Tensor, counts: Tensor, index: int) -> Tensor:
 library.define(
     (
         ("snapshot(Tensor x) -> Tensor", _snapshot, _snapshot_fake),
+        (
+            "advance(Tensor(a!) history, Tensor(b!)[] scales, Tensor(c!)[] amaxes, float[] limits, "
+            "bool recent) -> ()",
+            _advance,
+            _advance_fake,
+        ),
         ("tallied(Tensor x, Tensor counts, int index) -> Tensor", _tallied, _tallied_fake),
     )
 )

@@ -72,3 +72,23 @@ def test_rescale_on_the_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     a, b = torch.tensor([3.0], device="cuda"), torch.tensor([0.3], device="cuda")
     expected = (y * (a * b * 0.25)).to(dtype)
     assert torch.equal(scalars.rescale(y.clone(), a, b, 0.25, dtype), expected)
+
+
+def test_advance_is_an_operator() -> None:
+    """What a graph runs on a GPU; here by the reference."""
+
+    def made() -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        g = torch.Generator().manual_seed(0)
+        pair = ([torch.rand(2, generator=g) for _ in range(3)] for _ in range(2))
+        return (torch.rand(8, 6, generator=g), *pair)
+
+    limits, op = (448.0, 448.0, 57344.0), torch.ops.minifloat.advance.default
+    torch.library.opcheck(op, (*made(), list(limits), False), test_utils=OPCHECKS)
+    for algorithm in ("max", "most_recent"):
+        history, scales, amaxes = made()
+        rule = DelayedUpdate(0, 8, algorithm, None, False)
+        update(Slots(history, tuple(scales), tuple(amaxes), limits), rule, None)
+        got = made()
+        op(*got, list(limits), algorithm == "most_recent")
+        for a, b in zip((history, *scales, *amaxes), (got[0], *got[1], *got[2]), strict=True):
+            assert torch.equal(a, b)

@@ -173,7 +173,7 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
     if slots.history.shape[0] > rule.history_len:  # a graph cannot shorten it: see `fit`
         slots = slots._replace(history=slots.history[: rule.history_len])
     shared = (_world() if group is None else group) if rule.reduce_amax else None
-    if shared is None and rule.scale_algo is None and not library.traced():
+    if shared is None and rule.scale_algo is None:
         algorithm = rule.amax_algo
         limits = tuple([limit * 2.0**-rule.margin for limit in slots.limits])
         if isinstance(algorithm, str) and scalars.advance(

@@ -25,7 +25,6 @@ from .world import World
 
 __all__ = ["Result", "run"]
 
-_SETTLE = 2  # steps until the clock of the throughput starts: compilation is in them
 _KEPT = ("seconds", "tokens_per_second", "peak_memory", "first_step_seconds")  # in a checkpoint
 
 
@@ -102,6 +101,7 @@ def _run(job: Job, options: Options, corpus: Corpus, world: World, metrics: Metr
         checkpoint.save(folder, made, trainer.model, trainer.optimizer, world)
 
     _steps(trainer, result, last, metrics, save)
+    trainer.release()
     used = peak(world.device)
     if used is not None:
         result.peak_memory = max(used, result.peak_memory or 0)
@@ -118,6 +118,7 @@ def _steps(
 ) -> None:
     """From `result.step` to `last`; losses are read in groups, so that the device is kept busy."""
     options, world, first = trainer.options, trainer.world, result.step
+    settles = trainer.settles  # then the clock of the throughput starts
     assert options.steps and options.batch_size
     tokens = options.batch_size * options.config.context
     waiting: list[tuple[int, Tensor, float]] = []
@@ -130,14 +131,14 @@ def _steps(
             ran = result.step - first
             ends = result.step == last
             saves = ends or result.step % options.checkpoint_every == 0
-            if not (saves or ran <= _SETTLE or result.step % options.log_every == 0):
+            if not (saves or ran <= settles or result.step % options.log_every == 0):
                 continue
             values = world.mean(torch.stack([loss for _, loss, _ in waiting])).tolist()
             now = time.perf_counter()
-            if ran <= _SETTLE:
+            if ran <= settles:
                 if ran == 1 and result.first_step_seconds is None:
                     result.first_step_seconds = now - clock
-                if ran == _SETTLE:
+                if ran == settles:
                     clock, counted = now, 0
             else:
                 counted += len(waiting)
@@ -155,7 +156,7 @@ def _steps(
                         f"the loss of {result.name} is {record['loss']} at step {record['step']}:"
                         " try a lower --lr or another --recipe"
                     )
-            if ran != _SETTLE or ends:
+            if ran < 2 or ran > settles or ends:
                 progress.step(result.step, values[-1], result.tokens_per_second)
             if saves:
                 save()

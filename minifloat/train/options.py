@@ -41,8 +41,10 @@ class Options:
     top_k: int | None = None
     device: str | None = None
     compile: bool = True
-    compile_blocks: bool = False
+    compile_blocks: bool | None = None
     backend: str | None = None
+    cuda_graphs: bool | None = None
+    deterministic: bool | None = None
     baseline: bool = True
     out: str = "runs/train"
     checkpoint_dir: str | None = None
@@ -112,7 +114,7 @@ class Options:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree on: all that decides the numbers of a step."""
         names = ("preset", "steps", "batch_size", "lr", "seed", "compile", "compile_blocks")
-        more = ("backend", "tokenizer", "vocab_size", "experts", "top_k")
+        more = ("backend", "deterministic", "tokenizer", "vocab_size", "experts", "top_k")
         return {name: getattr(self, name) for name in names + more}
 
 
@@ -139,9 +141,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     say("--device", default=None, help="e.g. cpu, cuda:0 (default: the GPU if any)")
     say("--compile", action=argparse.BooleanOptionalAction, default=True,
         help="torch.compile(fullgraph=True) (default: yes)")  # fmt: skip
-    say("--compile-blocks", action="store_true",
-        help="one graph for all blocks in place of one for the model: starts sooner")  # fmt: skip
+    say("--compile-blocks", action=argparse.BooleanOptionalAction, default=None,
+        help="one graph for all blocks in place of one for the model: starts sooner (default: yes"
+        " on a GPU)")  # fmt: skip
     say("--backend", default=None, help="of torch.compile (default: inductor, on CPU aot_eager)")
+    say("--cuda-graphs", action=argparse.BooleanOptionalAction, default=None,
+        help="a step as one launch (default: yes on a GPU, no in several processes)")  # fmt: skip
+    say("--deterministic", action=argparse.BooleanOptionalAction, default=None,
+        help="steps that repeat to the bit on a GPU (default: with --checkpoint-dir)")  # fmt: skip
     say("--baseline", action=argparse.BooleanOptionalAction, default=True,
         help="train the same model in bf16 too (default: yes)")  # fmt: skip
     say("--out", default="runs/train", metavar="DIR",

@@ -25,6 +25,7 @@ from .loop import Result, run
 from .metrics import Metrics
 from .options import Options
 from .recipes import quantized_share, recipe_map
+from .repeats import repeatable
 from .trainer import Job
 from .world import World, joined
 
@@ -47,6 +48,34 @@ def _backend(options: Options, device: torch.device) -> str | None:
             raise TrainError("--backend inductor: needs a C++ compiler, and there is none here")
         return options.backend
     return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+def _blocks(options: Options, device: torch.device) -> bool:
+    """Whether blocks are compiled one by one: in a CUDA graph that is as quick to run."""
+    if options.compile_blocks is None:
+        return options.compile and device.type == "cuda"
+    return options.compile_blocks
+
+
+def _graphs(options: Options, world: World) -> bool:
+    """Whether a step is a CUDA graph."""
+    gpu = world.device.type == "cuda"
+    if options.cuda_graphs and not gpu:
+        raise TrainError(f"--cuda-graphs: needs a CUDA GPU, and this runs on {world.device.type}")
+    if options.cuda_graphs and world.size > 1:
+        raise TrainError("--cuda-graphs: is for one process: FSDP2 gathers outside of graphs")
+    return gpu and world.size == 1 if options.cuda_graphs is None else options.cuda_graphs
+
+
+def _repeats(options: Options, world: World) -> bool:
+    """Whether PyTorch is told to repeat; on a CPU it does so unasked.
+
+    What a checkpoint is for is to go on as if nothing had happened.
+    """
+    if world.device.type != "cuda":
+        return False
+    asked = options.deterministic
+    return options.checkpoint_dir is not None if asked is None else asked
 
 
 def _environment(world: World) -> dict[str, Any]:
@@ -99,7 +128,13 @@ def train(options: Options) -> dict[str, Any]:
     with joined(options.device) as world:
         with world.together():
             options = options.checked()
-            options = replace(options, backend=_backend(options, world.device))
+            options = replace(
+                options,
+                backend=_backend(options, world.device),
+                compile_blocks=_blocks(options, world.device),
+                cuda_graphs=_graphs(options, world),
+                deterministic=_repeats(options, world),
+            )
             _checked_shares(options, world)
             jobs = _jobs(options)
             _checked_folder(options, [job.name for job in jobs], world)
@@ -109,7 +144,8 @@ def train(options: Options) -> dict[str, Any]:
         parameters = sum(p.numel() for p in Transformer(options.config, device="meta").parameters())
         _announce(options, world, corpus, parameters, jobs[0].recipe)
         out = Path(options.out)
-        with _located(world), Metrics(out / "metrics.jsonl" if world.leads else None) as metrics:
+        lines = Metrics(out / "metrics.jsonl" if world.leads else None)
+        with _located(world), repeatable(bool(options.deterministic)), lines as metrics:
             results = [run(job, options, corpus, world, metrics) for job in jobs]
         summary = _summary(options, world, corpus, jobs, results)
         summary["parameters"] = parameters
@@ -159,6 +195,10 @@ def _announce(
     if options.compile:
         each = ", each block" if options.compile_blocks or world.size > 1 else ""
         how = f"torch.compile(fullgraph=True, backend={options.backend!r}){each}"
+    if options.cuda_graphs:
+        how += ", in a CUDA graph"
+    if options.deterministic:
+        how += ", deterministic"
     several = f", {world.size} processes" if world.size > 1 else ""
     world.say(f"{env.device_name(world.device)}{several}, {how}; recipe {recipe}")
 

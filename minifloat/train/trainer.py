@@ -18,6 +18,7 @@ from ..recipe import Recipe
 from . import peak
 from .data import Batches, Corpus, mixed
 from .errors import TrainError
+from .graph import ORDINARY, StepGraph
 from .options import Options
 from .world import World
 
@@ -107,13 +108,24 @@ class Trainer:
             else:
                 self.call = torch.compile(self.model, fullgraph=True, backend=backend)
         world.shard(self.model, self.model.blocks)
+        # Alone on a GPU the learning rate is there, too, where a CUDA graph can read it.
+        alone = world.device.type == "cuda" and world.size == 1
+        self.lr = torch.zeros((), device=world.device) if alone else None
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         rest = [p for p in self.model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+            lr=1e-3 if self.lr is None else self.lr,
             betas=(0.9, 0.95),
             fused=True,
+            capturable=alone,
         )
+        self.graph = StepGraph(self._work) if options.cuda_graphs else None
+
+    @property
+    def settles(self) -> int:
+        """Steps of this process until all are alike: compilation and capture are in them."""
+        return 2 if self.graph is None else ORDINARY + 1
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         # Backward runs outside of autocast, which a graph has to be told.
@@ -126,15 +138,27 @@ class Trainer:
         options = self.options
         assert options.steps and options.lr
         lr = rate(step, options.steps, options.lr)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        if self.lr is not None:
+            self.lr.fill_(lr)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
         torch.manual_seed(mixed(options.seed, step, self.world.rank))  # stochastic rounding
-        loss = self.loss(*self.batches.train(step))
+        return (self.graph or self._work)(*self.batches.train(step)), lr
+
+    def _work(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """What the device does in a step."""
+        loss = self.loss(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach(), lr
+        return loss.detach()
+
+    def release(self) -> None:
+        """Give back what only steps need."""
+        if self.graph is not None:
+            self.graph.release()
 
     def validate(self) -> float:
         """The mean loss, eager: it takes less time than a graph without gradients to compile."""

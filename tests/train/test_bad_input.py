@@ -54,6 +54,7 @@ def command(asked: Options, *more: str) -> int:
         (["--stop-after", "3"], "--checkpoint-dir"),
         (["--device", "moon"], "--device moon"),
         (["--backend", "moon"], "--backend moon"),
+        (["--device", "cpu", "--cuda-graphs"], "--cuda-graphs: needs a CUDA GPU"),
         (["--no-compile", "--compile-blocks"], "leave one of them out"),
         (["--recipe", "nothing*=mxfp8"], "'nothing*' decides for no layer"),
         (["--recipe", "current,*.mlp=nvpf4"], "did you mean 'nvfp4'"),
