@@ -289,8 +289,10 @@ def _swizzled(o: Operand, block: int) -> Tensor:
 
 
 def _finish(y: Tensor, m: int, n: int, bias: Tensor | None) -> Tensor:
-    if y.shape[0] != m or y.shape[1] != n:
+    if y.shape[1] != n:
         y = y[:m, :n].contiguous()
+    elif y.shape[0] != m:
+        y = y[:m].detach()  # no view, which its owner could not change in place
     return y if bias is None else y.add_(bias)
 
 

@@ -191,6 +191,34 @@ def test_room_changes_no_bit(
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_results_can_be_changed_in_place(name: str, products: Products) -> None:
+    """Though the product of an operand with more rows has them too."""
+    x = input_of(7, 64).requires_grad_()
+    with minifloat.autocast(recipe=RECIPES[name]()):
+        y = layer_of(64, 32)(x)
+    y.mul_(2).sum().backward()
+    assert y.shape == (7, 32) and x.grad is not None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward_keeps_one_copy_and_its_room(name: str, products: Products) -> None:
+    kept: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    layer, x = layer_of(96, 64), input_of(66, 96).requires_grad_()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        minifloat.autocast(recipe=RECIPES[name]()),
+    ):
+        layer(x)
+    codes = [t for t in kept if t.dtype is torch.uint8]
+    assert [t.untyped_storage().nbytes() for t in codes] == [96 * 80]
+
+
 @pytest.mark.parametrize("cast", CASTS, ids=ids)
 @pytest.mark.parametrize("sizes", [(0, 5, 7), (5, 0, 7), (5, 7, 0)], ids=str)
 def test_empty_products(sizes: tuple[int, int, int], cast: Cast, products: Products) -> None:
