@@ -333,7 +333,7 @@ def _cast(
         "BK": config.k,
     }
     # An empty x still has a scale, so there is always a program 0 to write it.
-    return Launch(cast_kernel, max(1, config.tiles(m, k)), args, config)
+    return Launch.of(cast_kernel, max(1, config.tiles(m, k)), args, config)
 
 
 def variants() -> Iterator[Variant]:

@@ -61,8 +61,10 @@ def check(
     row, col, act = casts
     of = (p.gradient(), (h, dy), dtype)
     if not activation_grad.fuses_backward(*of, *casts):
-        assert casts == (BLOCKS,) * 3 or BLOCKS in casts
-        assert dtype is not BF16 or m % 4 or f % 128
+        cast = next(c for c in casts if c is not None)
+        if p.gated and 2 * f % cast.room[0]:
+            return
+        assert cast.tiled and (dtype is not BF16 or m % 4 or f % 128)
         return
     out, act_out = out_of(dh.shape, row, col), {} if act is None else out_of(shape, None, act)  # type: ignore[arg-type]
     db = buffer(torch.empty(h.shape[1], dtype=dtype))
@@ -140,7 +142,7 @@ def test_blocks(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 def test_room_is_filled_with_zeros(name: str) -> None:
     wide_e5m2, wide_e4m3, blocks = map(wide, (E5M2, E4M3, BLOCKS))
-    for shape in ((1, 128), (132, 128), (17, 100), (17, 56), (33, 24)):
+    for shape in ((1, 128), (132, 128), (17, 100), (17, 1), (1, 33), (33, 24)):
         check(name, shape, (wide_e5m2, wide_e5m2, wide_e4m3), live())
         check(name, shape, (wide_e5m2, wide_e5m2, wide_e4m3))
     for shape in ((132, 128), (196, 256)):
@@ -169,8 +171,8 @@ if __name__ == "__main__":
         check(name, (128, 128), (BLOCKS, BLOCKS, BLOCKS))
         check(name, (64, 128), (E5M2, E5M2, E4M3), live())
         check(name, (17, 100), (E5M2, E5M2, E4M3))
-    for name in ("swiglu", "gelu"):
-        blocks, e5m2, e4m3 = map(wide, (BLOCKS, E5M2, E4M3))
-        check(name, (132, 128), (blocks, blocks, blocks))
-        check(name, (36, 128), (e5m2, e5m2, e4m3), live())
-        check(name, (17, 56), (e5m2, e5m2, e4m3))
+    blocks, e5m2, e4m3 = map(wide, (BLOCKS, E5M2, E4M3))
+    check("swiglu", (132, 128), (blocks, blocks, blocks))
+    check("gelu", (36, 128), (e5m2, e5m2, e4m3), live())
+    check("swiglu", (17, 24), (e5m2, e5m2, e4m3))
+    check("gelu", (17, 33), (e5m2, e5m2, e4m3))

@@ -197,9 +197,10 @@ if __name__ == "__main__":
     for shape in SMALL:
         for name in E4M3_BLOCKS:
             check_cast(shape, torch.bfloat16, Cast(name), Cast(name), plain=True)
-        for name in F32:
-            check_cast(shape, torch.bfloat16, wide(Cast(name)), wide(Cast(name)), plain=True)
-            check_cast(shape, torch.float32, None, wide(Cast(name)), plain=True)
+    for name in F32[:2]:
+        check_cast((1, 17), torch.bfloat16, wide(Cast(name)), None, plain=True)
+        check_cast((130, 129), torch.bfloat16, wide(Cast(name)), wide(Cast(name)), plain=True)
+        check_cast((66, 71), torch.float32, None, wide(Cast(name)), plain=True)
     for name in E5M2_BLOCKS:
         check_cast((1, 17), torch.float32, Cast(name), None, plain=True)
         check_cast((17, 1), torch.float16, None, Cast(name), plain=True)
