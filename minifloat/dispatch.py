@@ -8,6 +8,7 @@ autograd saves across them is the quantized payload.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -200,10 +201,15 @@ def _quantize_reference(
         if amax_out is not None:
             # An op must not return what it was given.
             made[prefix + "amax"] = amax_out.clone() if amax_out is amax_ else amax_out
-    for name, cast in (("row_scale", row), ("col_scale", col)):
-        if cast is not None and cast.spare:
-            made[name] = torch.nn.functional.pad(made[name], (0, 0, 0, 1))
-    return [_compact(made[p.name], p.shape) for p in parts(x.shape, row, col)]
+    return [_roomy(made[p.name], p.shape) for p in parts(x.shape, row, col)]
+
+
+def _roomy(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """`t` as `shape`, with zeros in what a cast has room for."""
+    if t.numel() != math.prod(shape):
+        (r, c), (rows, columns) = t.shape, shape
+        t = torch.nn.functional.pad(t, (0, columns - c, 0, rows - r))
+    return _compact(t, shape)
 
 
 def _quantize_fake(  # noqa: PLR0913
@@ -321,12 +327,12 @@ def _quantize_scaled(
         kernels.quantize_scaled(matrix(x), scale, amax, cast, out)
         return list(out.values())
     data, scale_inv, seen = reference.quantize_scaled(x, scale.reshape(1), cast)
-    data = _compact(data, x.shape)
     if amax is not None:
         amax.copy_(torch.maximum(amax, seen.reshape(amax.shape)))
-    made = [data] if row else []
+    shapes = {p.name: p.shape for p in _scaled_parts(x, cast, row, col)}
+    made = [_roomy(data, shapes["row_data"])] if row else []
     if col:
-        made.append(_transpose_reference(data))
+        made.append(_roomy(_transpose_reference(data), shapes["col_data"]))
     return [*made, scale_inv, *([scale.reshape(1).clone()] if keep_scale else [])]
 
 
@@ -456,7 +462,7 @@ def _swizzle(scale: Tensor) -> Tensor:
     from .kernels import entry as kernels
 
     out = _swizzle_fake(scale)
-    kernels.swizzle(scale.contiguous(), out)
+    kernels.swizzle(scale, out)
     return out
 
 

@@ -125,7 +125,7 @@ class Format:
     scale_pad: tuple[int, int] = (1, 1)
     scale_transposed: bool = False
     col_transposed: bool = True
-    align: int = 1  # the contraction length native GEMMs ask for; minifloat pads by itself
+    align: int = 1  # the sizes native GEMMs ask for are multiples of it; minifloat pads by itself
     # Compute capabilities [low, high) whose tensor cores multiply the format; None: every device.
     native: tuple[int, int] | None = None
     swizzles: bool = False  # native GEMMs read 128x4-swizzled scales
@@ -133,6 +133,11 @@ class Format:
     @property
     def two_level(self) -> bool:
         return self.scale is Scale.E4M3_F32
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a cast can write zeros up to what native GEMMs ask for."""
+        return self.scale is Scale.F32
 
     @property
     def shares_scale(self) -> bool:
@@ -166,11 +171,11 @@ def _fp8(element: Element) -> tuple[Format, ...]:
         Format(f"fp8_{tag}", e, Scale.F32, align=16, native=(89, _ANY)),
         Format(
             f"fp8_{tag}_1x128", e, Scale.F32, (1, 128), (1, 128), (4, 1), True,
-            align=128, native=(90, 100),
+            align=16, native=(90, 100),
         ),
         Format(
             f"fp8_{tag}_128x128", e, Scale.F32, (128, 128), (128, 128), (1, 4),
-            align=128, native=(90, 100),
+            align=16, native=(90, 100),
         ),
         Format(
             f"mxfp8_{tag}", e, Scale.E8M0, (1, 32), (1, 32), (128, 4),
@@ -228,7 +233,7 @@ def _layout(fmt: Format, cast: Cast) -> tuple[Any, ...]:
         fmt.scale is Scale.F32 and fmt.tile is None,
         cast.row_scaled,
         cast.hadamard >= 0,
-        cast.spare,
+        cast.room,
     )
 
 
@@ -239,8 +244,12 @@ class Cast(Value):
     transform along the contraction, or -1 for no transform; `error` is "" or the error norm by
     which 4-over-6 chooses a block's scale; `scale_max` is the largest E4M3 block scale a two-level
     format aims at; `row_scaled` gives each row its own global amax; `dtype` is the high-precision
-    dtype to cast to, or None to keep the input's. `spare` stores scales with one more row at their
-    end, which is never read: a graph for any number of rows has no buffer of one row then.
+    dtype to cast to, or None to keep the input's.
+
+    `room` is (pad, spare). Codes, contraction last, are followed by zeros up to multiples of `pad`
+    rows and columns, and scales of single rows by zeros for as many: products read them as they
+    lie. Scales end with `spare` more rows, which are never read: a graph for any number of rows has
+    no buffer of one row then. (1, 0) is none: the buffers of public tensors.
     """
 
     format_name: str
@@ -252,21 +261,22 @@ class Cast(Value):
     error: str
     scale_max: int
     dtype: torch.dtype | None
-    spare: bool
+    room: tuple[int, int]
     # Derived: the format; whether a Hadamard transform runs along the contraction; whether scales
     # belong to tiles; the shape rules as plain constants, which traced code can read; and the
-    # largest code; the capabilities that multiply it.
+    # largest code; the capabilities that multiply it, and the room that their products ask for.
     format: Format
     transforms: bool
     tiled: bool
     layout: tuple[Any, ...]
     limit: float
     native: tuple[int, int]
+    pad: int
     _fields = (
         "format_name", "pow2", "eps", "hadamard", "stochastic", "row_scaled", "error",
-        "scale_max", "dtype", "spare",
+        "scale_max", "dtype", "room",
     )  # fmt: skip
-    _defaults = (False, 0.0, -1, False, False, "", int(E4M3.max), None, False)
+    _defaults = (False, 0.0, -1, False, False, "", int(E4M3.max), None, (1, 0))
 
     def _derived(self) -> dict[str, Any]:
         fmt = FORMATS.get(self.format_name)
@@ -282,6 +292,7 @@ class Cast(Value):
             "layout": _layout(fmt, self),
             "limit": 0.0 if fmt.element is None else fmt.element.max,
             "native": fmt.native or (0, 0),
+            "pad": fmt.align if fmt.has_room else 1,
         }
 
     def _refuse_nonsense(self, fmt: Format) -> None:
@@ -296,8 +307,11 @@ class Cast(Value):
             raise ValueError(
                 f"dtype: {fmt.name} has its own element; a dtype is for high precision"
             )
-        if self.spare and fmt.tile is None:
-            raise ValueError(f"spare: {fmt.name} has no rows of scales; it belongs to blocks")
+        pad, spare = self.room
+        if pad != 1 and not fmt.has_room:
+            raise ValueError(f"room: {fmt.name} has no fp32 scales; it belongs to fp8")
+        if spare and fmt.tile is None:
+            raise ValueError(f"room: {fmt.name} has no rows of scales; they belong to blocks")
         if self.scale_max != E4M3.max and not fmt.two_level:
             raise ValueError(f"scale_max: {fmt.name} has no E4M3 scales; it belongs to nvfp4")
         special = transforms or self.stochastic or self.row_scaled or self.error
@@ -330,6 +344,7 @@ register(
         "layout",
         "limit",
         "native",
+        "pad",
         "_key",
         "__eq__",
         "replace",
@@ -344,7 +359,8 @@ class Operand(NamedTuple):
 
     `data[R, C]` holds codes (packed two per byte along C for 4 bits), `scale` is in the format's
     stored layout, `amax` is the global amax of a two-level format. Data that is not codes (uint8)
-    is values: high precision, or an emulated format's, block scales applied, `amax` not.
+    is values: high precision, or an emulated format's, block scales applied, `amax` not. Codes that
+    were cast with room have zeros past `rows` and `columns`, and their scale is as long as they.
     """
 
     data: torch.Tensor
@@ -353,3 +369,17 @@ class Operand(NamedTuple):
     cast: Cast
     columns: int  # logical C: packing and padding hide it
     viewed: bool = False  # data and scale are transposed views of a copy in source orientation
+    rows: int | None = None  # logical R where padding hides it; None: data's
+
+    @property
+    def height(self) -> int:
+        """Logical R."""
+        return self.data.shape[0] if self.rows is None else self.rows
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """`data` without its padding."""
+        if self.rows is None:
+            return self.data
+        per_byte = 1 if self.cast.format.element is None else self.cast.format.element.per_byte
+        return self.data[: self.rows, : cdiv(self.columns, per_byte)]

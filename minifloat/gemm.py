@@ -155,11 +155,10 @@ def _tensorwise(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
     assert a.scale is not None and b.scale is not None
-    m, n = a.data.shape[0], b.data.shape[0]
-    if a.columns % 16 == 0 and n % 16 == 0:
-        x, w = _codes(a), _codes(b)
-    else:
-        x, w = _padded(a, 1, 16), _padded(b, 16, 16)
+    m, n = a.height, b.height
+    x, w = _padded(a, 1, 16), _padded(b, 16, 16)
+    if x.shape[0] != m:
+        x = x[:m]  # what it has room for is not needed, and would be in the result
     fused = bias is not None and n % 16 == 0 and out_dtype in HALF
     y = torch._scaled_mm(
         x,
@@ -176,7 +175,7 @@ def _tensorwise(
 def _blockwise(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    m, n = a.data.shape[0], b.data.shape[0]
+    m, n = a.height, b.height
     (x, sa), (w, sb) = _block_operand(a, 4), _block_operand(b, 16)
     dtype = out_dtype if out_dtype in HALF else torch.float32
     fused = bias is not None and w.shape[0] == n and out_dtype in HALF
@@ -188,27 +187,30 @@ def _blockwise(
 
 
 def _block_operand(o: Operand, rows: int) -> tuple[Tensor, Tensor]:
-    """Codes padded to whole blocks, and scales as cuBLASLt reads them: block-contraction major."""
+    """Padded codes, and scales as cuBLASLt reads them: block-contraction major.
+
+    Blocks need not be whole: H200, every pair, sizes of 16, 144 and 272.
+    """
     fmt = o.cast.format
-    assert fmt.tile is not None and o.scale is not None
-    data = _padded(o, max(rows, fmt.tile[0]), 128)
-    scale = o.scale[: fmt.scale_shape(o.data.shape[0], o.columns)[0]]  # there may be a spare row
+    assert o.scale is not None
+    data = _padded(o, rows, 16)
+    scale = o.scale[: fmt.scale_shape(o.height, o.columns)[0]]  # there may be a spare row
     if not fmt.scale_transposed:
         return data, scale.t()
     r = data.shape[0]
     if scale.shape[1] != r:  # stored with rows rounded to 4; zeros there, times zero codes
-        scale = torch.nn.functional.pad(scale[:, : o.data.shape[0]], (0, r - o.data.shape[0]))
+        scale = torch.nn.functional.pad(scale[:, : o.height], (0, r - o.height))
     return data, scale.t()
 
 
 def _microscaled(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    m, n = a.data.shape[0], b.data.shape[0]
+    m, n = a.height, b.height
     x, w = _padded(a, 1, 32), _padded(b, 16, 32)
     scales, recipe = [], [ScalingType.BlockWise1x32]
-    for o, data in ((a, x), (b, w)):
-        scales.append([_swizzled(o, data.shape[0], 32).view(torch.float8_e8m0fnu)])
+    for o in (a, b):
+        scales.append([_swizzled(o, 32).view(torch.float8_e8m0fnu)])
     dtype = out_dtype if out_dtype in HALF else torch.float32
     swizzle = [SwizzleType.SWIZZLE_32_4_4]
     y = _scaled_mm_v2(x, w, scales[0], recipe, scales[1], recipe, swizzle, dtype)
@@ -218,11 +220,11 @@ def _microscaled(
 def _two_level(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    m, n = a.data.shape[0], b.data.shape[0]
+    m, n = a.height, b.height
     x, w = _padded(a, 1, 32), _padded(b, 16, 32)
     scales, recipe = [], [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    for o, data in ((a, x), (b, w)):
-        block = _swizzled(o, data.shape[0], 16).view(torch.float8_e4m3fn)
+    for o in (a, b):
+        block = _swizzled(o, 16).view(torch.float8_e4m3fn)
         alpha = _alpha(o)
         assert alpha is not None
         scales.append([block, alpha.reshape(1)])
@@ -268,27 +270,32 @@ def _scaled_mm_v2(  # noqa: PLR0913  (PyTorch's own)
 
 
 def _padded(o: Operand, rows: int, columns: int) -> Tensor:
-    """Codes of `o`, as PyTorch types them, rounded up with zeros to multiples of these."""
+    """Codes of `o`, as PyTorch types them, followed by zeros up to multiples of these.
+
+    A cast with room has made them so, and rows to spare. Public tensors are copied.
+    """
     element = o.cast.format.element
     assert element is not None
     data = o.data if not o.viewed else dispatch.transpose(o.data.t())
-    r, c = rup(data.shape[0], rows), rup(o.columns, columns) // element.per_byte
-    if (r, c) != tuple(data.shape):
-        data = torch.nn.functional.pad(data, (0, c - data.shape[1], 0, r - data.shape[0]))
+    c = rup(o.columns, columns) // element.per_byte
+    if data.shape[1] != c or data.shape[0] % rows:
+        codes = o.codes if not o.viewed else data
+        r = rup(codes.shape[0], rows)
+        data = torch.nn.functional.pad(codes, (0, c - codes.shape[1], 0, r - codes.shape[0]))
     return data.view(element.torch_dtype or torch.float4_e2m1fn_x2)
 
 
-def _swizzled(o: Operand, rows: int, block: int) -> Tensor:
+def _swizzled(o: Operand, block: int) -> Tensor:
     """Scale bytes in 128x4 tiles, the valid ones followed by zeros."""
     assert o.scale is not None
-    valid = o.scale[: o.data.shape[0], : cdiv(o.columns, block)]
-    padded = rup(rows, 128) - valid.shape[0], rup(valid.shape[1], 4) - valid.shape[1]
-    return dispatch.swizzle(torch.nn.functional.pad(valid, (0, padded[1], 0, padded[0])))
+    return dispatch.swizzle(o.scale[: o.height, : cdiv(o.columns, block)])
 
 
 def _finish(y: Tensor, m: int, n: int, bias: Tensor | None) -> Tensor:
-    if y.shape[0] != m or y.shape[1] != n:
+    if y.shape[1] != n:
         y = y[:m, :n].contiguous()
+    elif y.shape[0] != m:
+        y = y[:m].detach()  # no view, which its owner could not change in place
     return y if bias is None else y.add_(bias)
 
 
@@ -360,12 +367,15 @@ def values(o: Operand, dtype: torch.dtype) -> Tensor:
     if fmt.tile is None:
         return _codes(o).to(dtype)
     if o.data.device.type != "cuda":
-        data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.data, o.scale)  # type: ignore[union-attr]
+        data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.codes, o.scale)  # type: ignore[union-attr]
         return reference.unscaled(data, scale, o.cast, o.columns, col=o.viewed).to(dtype)
     cast = o.cast.replace(hadamard=-1)  # values stay in the transformed domain
     amax = None if o.amax is None else _unit(o)
-    data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.data, o.scale)  # type: ignore[union-attr]
-    r = o.data.shape[0]
+    data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.codes, o.scale)  # type: ignore[union-attr]
+    r = o.height
+    if o.rows is not None and fmt.scale_transposed:
+        rows, columns = fmt.scale_shape(r, o.columns)
+        scale = scale[:rows, :columns].contiguous()  # type: ignore[index]  # as it is without room
     shape = (o.columns, r) if o.viewed else (r, o.columns)
     made = dispatch.dequantize(data, scale, amax, cast, shape, dtype, col=o.viewed)
     return made.t() if o.viewed else made
@@ -375,7 +385,7 @@ def _codes(o: Operand) -> Tensor:
     """8-bit codes as PyTorch types them."""
     element = o.cast.format.element
     assert element is not None and element.torch_dtype is not None
-    return o.data.view(element.torch_dtype)
+    return o.codes.view(element.torch_dtype)
 
 
 def _unit(o: Operand) -> Tensor:
@@ -425,7 +435,7 @@ def _row_scales(o: Operand) -> Tensor:
     fmt = o.cast.format
     assert o.scale is not None and fmt.scale_tile is not None
     s = o.scale.t() if fmt.scale_transposed else o.scale
-    return s.repeat_interleave(fmt.scale_tile[0], 0)[: o.data.shape[0]]
+    return s.repeat_interleave(fmt.scale_tile[0], 0)[: o.height]
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -525,12 +535,12 @@ def _added(
 
 # ------------------------------------------------------------------------------------------- the op
 def _flat(o: Operand) -> tuple[Any, ...]:
-    return o.data, o.scale, o.amax, o.cast, o.columns, o.viewed
+    return o.data, o.scale, o.amax, o.cast, o.columns, o.viewed, o.rows
 
 
 def _gemm_op(*args: Any) -> Tensor:
-    a, b = Operand(*args[:6]), Operand(*args[6:12])
-    out_dtype, bias, fast, *more = args[12:]
+    a, b = Operand(*args[:7]), Operand(*args[7:14])
+    out_dtype, bias, fast, *more = args[14:]
     if not more:  # defaults are left out
         return _gemm(a, b, out_dtype, bias, fast)
     alpha, add = (*more, None)[:2]
@@ -538,14 +548,14 @@ def _gemm_op(*args: Any) -> Tensor:
 
 
 def _gemm_fake(*args: Any) -> Tensor:
-    a, b, out_dtype = args[0], args[6], args[12]
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)  # type: ignore[no-any-return]
+    a, b, out_dtype = Operand(*args[:7]), Operand(*args[7:14]), args[14]
+    return a.data.new_empty((a.height, b.height), dtype=out_dtype)
 
 
 _CAST = f"{Cast.__module__}.{Cast.__qualname__}"
 _OPERAND = (
     "Tensor {0}, Tensor? {0}_scale, Tensor? {0}_amax, {1} {0}_cast, SymInt {0}_columns, "
-    "bool {0}_viewed"
+    "bool {0}_viewed, SymInt? {0}_rows"
 )
 library.define(
     (

@@ -11,7 +11,7 @@ first, as memory would have, so that a fused cast has the codes of one that is n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from . import library, reference
 from .formats import Cast, Scale
-from .layout import flatten
+from .layout import flatten, parts
 
 __all__ = ["REVISION", "register"]
 
 # Caches of compiled code do not hash lowerings: the operators' arguments carry this number. Raise
 # it with every change of the arithmetic below, or of the reference's.
-REVISION = 1
+REVISION = 2
 
 Math = Callable[..., list[Tensor]]
 _registered = False
@@ -83,6 +83,13 @@ def _rounded(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float32 else x.view(torch.int16).view(x.dtype)
 
 
+def _roomy(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """`t` with zeros up to a shape."""
+    if t.dim() != 2:
+        return t
+    return torch.nn.functional.pad(t, (0, shape[1] - t.shape[1], 0, shape[0] - t.shape[0]))
+
+
 def _fp32_scales(cast: Cast | None) -> bool:
     return cast is not None and cast.format.scale is Scale.F32
 
@@ -91,16 +98,23 @@ def _quantize(x: Tensor, row: Cast, *rest: Any) -> list[Tensor]:
     x2 = _rounded(x).reshape(flatten(x.shape))
     data, scale, _ = reference.quantize(x2, row, amax=rest[1])
     assert scale is not None
-    return [data.reshape(x.shape), scale]
+    if row.room[0] == 1:
+        return [data.reshape(x.shape), scale]
+    return [
+        _roomy(t, p.shape) for t, p in zip((data, scale), parts(x.shape, row, None), strict=True)
+    ]
 
 
 def _quantize_fuses(x: Any, row: Cast | None, col: Cast | None, *rest: Any) -> bool:
     keep_amax = len(rest) > 4 and rest[4]
-    return col is None and row is not None and _fp32_scales(row) and not (keep_amax or row.spare)
+    return col is None and row is not None and _fp32_scales(row) and not (keep_amax or row.room[1])
 
 
-def _quantize_scaled(x: Tensor, scale: Tensor, cast: Cast, *rest: Any) -> list[Tensor]:
-    return list(reference.quantize_scaled(_rounded(x), scale.reshape(1), cast))
+def _quantize_scaled(x: Tensor, scale: Tensor, cast: Cast, *_: Any) -> list[Tensor]:
+    data, *rest = reference.quantize_scaled(_rounded(x), scale.reshape(1), cast)
+    if cast.room[0] != 1:
+        data = _roomy(data, parts(x.shape, cast, None)[0].shape)
+    return [data, *rest]
 
 
 def _quantize_scaled_fuses(x: Any, scale: Any, cast: Cast, row: bool, col: bool, *_: Any) -> bool:

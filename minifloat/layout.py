@@ -16,6 +16,7 @@ from .formats import HADAMARD, Cast, cdiv, rup
 __all__ = [
     "Part",
     "flatten",
+    "pad",
     "part_names",
     "parts",
     "shares_scale",
@@ -100,23 +101,34 @@ def shares_scale(cast: Cast) -> bool:
     return bool(cast.layout[8])
 
 
+def pad(cast: Cast, *sizes: int) -> int:
+    """The multiple up to which a cast of a matrix of these sizes writes zeros; 1: none."""
+    multiple: int = cast.room[0]
+    return 1 if all(n % multiple == 0 for n in sizes) else multiple
+
+
 def part_names(row: Cast | None, col: Cast | None) -> tuple[str, ...]:
     """Names of `parts`, which do not depend on the shape."""
     return tuple(p.name for p in parts((1, 1), row, col))
 
 
 def _scale_shape(shape: Sequence[int], cast: Cast, col: bool) -> tuple[int, int]:
-    _, _, scale_tile, (pad_r, pad_c), scale_transposed, col_transposed, *_, spare = cast.layout
+    _, _, scale_tile, (pad_r, pad_c), scale_transposed, col_transposed, *_, room = cast.layout
     m, k = flatten(shape)
     r, c = (k, m) if col else (m, k)
+    if scale_tile[0] == 1:
+        r = rup(r, room[0])
     rows, cols = cdiv(r, scale_tile[0]), cdiv(c, scale_tile[1])
     stored = (cols, rup(rows, pad_r)) if scale_transposed else (rup(rows, pad_r), rup(cols, pad_c))
     first, second = (stored[1], stored[0]) if col and not col_transposed else stored
-    return (first + 1 if spare else first), second
+    return first + room[1], second
 
 
 def _data_shape(shape: Sequence[int], cast: Cast, col: bool) -> tuple[int, ...]:
-    _, per_byte, _, _, _, col_transposed, _, _, _, _, transforms, _ = cast.layout
+    _, per_byte, _, _, _, col_transposed, _, _, _, _, transforms, room = cast.layout
+    if room[0] != 1:
+        m, k = [rup(n, room[0]) for n in flatten(shape)]
+        return (k, m) if col else (m, k)
     if col and not col_transposed:
         return tuple(shape)
     oriented = transposed_shape(shape) if col else tuple(shape)

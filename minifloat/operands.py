@@ -39,12 +39,12 @@ def operands(  # noqa: PLR0913  (one call, many recipes)
     """(row, column) operands of `x[M, K]`; None stays None.
 
     `live` casts with a given scale. `keep_col` asks for a column copy to be saved: codes, where a
-    GEMM to come could do with values; `keep_row` for such a row copy. `keep_amax` keeps the amax
-    of a tensor-wide scale in the operands (with `live`, the scale), `amax` is one that was kept.
-    `after` is what a graph must have before it runs this.
+    GEMM to come could do with values; `keep_row` for such a row copy, without room: it is decoded.
+    `keep_amax` keeps the amax of a tensor-wide scale in the operands (with `live`, the scale),
+    `amax` is one that was kept. `after` is what a graph must have before it runs this.
     """
     if live is not None:
-        return _scaled(x, row, col, live, keep_amax, after)
+        return _scaled(x, row, col, live, keep_row, keep_amax, after)
     rest = (keep_row, keep_amax, amax, after)
     if row is None or col is None or one_call(row, col):
         return _cast(x, row, col, seed, keep_col, *rest)
@@ -95,8 +95,8 @@ def activation_backward(  # noqa: PLR0913  (one call, many recipes)
     scale, amax = live or (None, None)
     act_scale = None if act_live is None else act_live[0]
     given = Given(scale, amax, act_scale, act_amax, seed)
-    roomy = (_roomy(row, m, False), _roomy(col, m, True), _roomy(act_col, m, True))
-    made = gradients.activation_backward(d, *roomy, given, dbias=dbias, as_values=as_values)
+    casts = (*_roomy(row, col, m, h.device), _roomy(None, act_col, m, h.device)[1])
+    made = gradients.activation_backward(d, *casts, given, dbias=dbias, as_values=as_values)
     db = made[-1] if dbias else None
     if as_values:
         n = len(_names(row, col, False))
@@ -126,15 +126,22 @@ def _all_as_values(
     return None if True in values and False in values else values[0]
 
 
-def column(data: Tensor, scale: Tensor | None, amax: Tensor | None, cast: Cast, m: int) -> Operand:
-    """The column operand of an `[M, K]` matrix from its parts as stored."""
+def column(
+    data: Tensor,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    cast: Cast,
+    m: int,
+    k: int | None = None,
+) -> Operand:
+    """The column operand of an `[M, K]` matrix from its parts as stored; k where they have room."""
     dtype, per_byte, _, _, _, col_transposed, *_ = cast.layout
     if dtype is not torch.uint8 or data.dtype is not torch.uint8:
         return Operand(data.t(), None, amax, cast, data.shape[0])
     c = cdiv(m, 16) * 16 if cast.transforms else m
     if not col_transposed:
         return Operand(data.t(), None if scale is None else scale.t(), amax, cast, c, True)
-    return Operand(data, scale, amax, cast, c)
+    return Operand(data, scale, amax, cast, c, False, k)
 
 
 def one_call(row: Cast, col: Cast) -> bool:
@@ -147,10 +154,13 @@ def _scaled(
     row: Cast | None,
     col: Cast | None,
     live: Live,
+    keep_row: bool,
     keep: bool,
     after: Tensor | None,
 ) -> tuple[Operand | None, Operand | None]:
-    cast = row if row is not None else col
+    m, k = x.shape
+    wide = (row, col) if keep_row else _roomy(row, col, m, x.device)
+    cast = wide[0] if wide[0] is not None else wide[1]
     assert cast is not None
     front: Any = producers if isinstance(x, Lazy) else dispatch
     made = front.quantize_scaled(
@@ -164,7 +174,6 @@ def _scaled(
         after=after,
     )
     kept = made[-1] if keep else None
-    m, k = x.shape
     return _shared(made[:-1] if keep else made, row, col, m, k, kept)
 
 
@@ -177,8 +186,8 @@ def _shared(
     kept: Tensor | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """Operands of the copies with one scale that a cast by a given scale makes."""
-    a = None if row is None else Operand(made[0], made[-1], kept, row, k)
-    b = None if col is None else Operand(made[-2], made[-1], kept, col, m)
+    a = None if row is None else Operand(made[0], made[-1], kept, row, k, False, m)
+    b = None if col is None else Operand(made[-2], made[-1], kept, col, m, False, k)
     return a, b
 
 
@@ -213,10 +222,10 @@ def _cast(  # noqa: PLR0913
     if as_values:
         made = front.fake_quantize(x, row, col, keep_col=keep_col, seed=seed, after=after)
         return _of_values(made, row, col, m, k, keep_col)
+    wide = (row, col) if keep_row and row is not None else _roomy(row, col, m, x.device)
     made = front.quantize(
         x,
-        _roomy(row, m, False),
-        _roomy(col, m, True),
+        *wide,
         row_amax=amax,
         col_amax=amax,
         seed=seed,
@@ -241,30 +250,63 @@ def _named(
     a = b = None
     if row is not None:
         scale = parts.get("row_scale", shared)
-        a = Operand(parts["row_data"], scale, parts.get("row_amax", kept), row, k)
+        a = Operand(parts["row_data"], scale, parts.get("row_amax", kept), row, k, False, m)
     if col is not None:
         scale = parts.get("col_scale", shared)
-        b = column(parts["col_data"], scale, parts.get("col_amax"), col, m)
+        b = column(parts["col_data"], scale, parts.get("col_amax"), col, m, k)
     return a, b
 
 
-def _roomy(cast: Cast | None, m: int, col: bool) -> Cast | None:
-    """`cast`, with a spare row of scales where a graph does not know whether m rows are one block.
+def _roomy(
+    row: Cast | None, col: Cast | None, m: int, device: torch.device
+) -> tuple[Cast | None, Cast | None]:
+    """Casts whose products find room in what they make; the same for both, which one kernel makes.
 
-    To PyTorch a size of one is special: without it a graph would hold for the one case alone.
+    Tensor cores read codes in whole multiples, so a cast ends them with zeros there. A graph that
+    does not know whether m rows are one block of scales has a spare one.
+    """
+    cast = row if row is not None else col
+    if cast is None:
+        return None, None
+    pad = cast.pad if gemm.is_native(cast, device) else 1
+    room = (pad, int(_is_open(row, m, False) or _is_open(col, m, True)))
+    return (
+        None if row is None else _with_room(row, room),
+        None if col is None else _with_room(col, room),
+    )
+
+
+_ROOMS: dict[tuple[int, tuple[int, int]], Cast] = {}
+
+
+def _with_room(cast: Cast, room: tuple[int, int]) -> Cast:
+    """`cast.replace(room=room)`, remembered: casts are interned, so their ids stand for them."""
+    if cast.room == room or torch.compiler.is_compiling():
+        return cast if cast.room == room else cast.replace(room=room)
+    key = (id(cast), room)
+    found = _ROOMS.get(key)
+    if found is None:
+        found = _ROOMS[key] = cast.replace(room=room)
+    return found
+
+
+def _is_open(cast: Cast | None, m: int, col: bool) -> bool:
+    """Whether a graph does not know if the scales of m rows are one row, or more.
+
+    To PyTorch a size of one is special: a graph would hold for the one case alone.
     """
     if cast is None or not cast.tiled or not library.traced():
-        return cast
+        return False
     _, _, (rows, columns), (padded, _), transposed, *_ = cast.layout
     if col and transposed:
         block = columns
     elif not (col or transposed) and padded == 1:
         block = rows
     else:
-        return cast  # no size of its scales is a number of blocks of rows
+        return False  # no size of its scales is a number of blocks of rows
     from torch.fx.experimental.symbolic_shapes import statically_known_true as known
 
-    return cast if known(m <= block) or known(m > block) else cast.replace(spare=True)
+    return not (known(m <= block) or known(m > block))
 
 
 _NAMES: dict[tuple[int, int, bool | None], tuple[str, ...]] = {}

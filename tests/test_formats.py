@@ -145,7 +145,7 @@ def test_cast_defaults(name: str) -> None:
     cast = Cast(name)
     assert cast.format is FORMATS[name]
     assert not cast.transforms
-    values = (False, 0.0, -1, False, False, "", 448, None, False)
+    values = (False, 0.0, -1, False, False, "", 448, None, (1, 0))
     assert tuple(getattr(cast, field) for field in Cast._fields[1:]) == values
 
 

@@ -82,6 +82,19 @@ def test_delayed_scaling_fuses_too() -> None:
     assert torch.allclose(amax, expected_amax)
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_1x128"])
+def test_room_is_filled_on_the_way(name: str) -> None:
+    """Sizes that are not known, and zeros up to what products ask for."""
+    cast = Cast(name, room=(16, 0))
+    x = torch.randn(90, 250)
+    torch._dynamo.mark_dynamic(x, 0)
+    made, code = compiled(lambda x: dispatch.quantize(x * 2, cast, None), x)
+    assert "ops.minifloat.quantize" not in code
+    for a, b in zip(made, dispatch.quantize(x * 2, cast, None), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_both_copies_keep_the_kernel() -> None:
     cast = Cast("fp8_e4m3")
     _, code = compiled(lambda x: dispatch.quantize(F.gelu(x), cast, cast), torch.randn(64, 128))

@@ -195,9 +195,9 @@ def test_a_spare_row_of_scales_changes_nothing_else(m: int) -> None:
     cast = Cast("fp8_e4m3_1x128", pow2=True)
     x = torch.randn(m, 40, generator=torch.Generator().manual_seed(m))
     row, row_scale, col, col_scale = dispatch.quantize(x, cast, cast)
-    made = dispatch.quantize(x, cast, cast.replace(spare=True))
+    made = dispatch.quantize(x, cast, cast.replace(room=(1, 1)))
     assert made[3].shape == (col_scale.shape[0] + 1, col_scale.shape[1])
-    described = parts(x.shape, cast, cast.replace(spare=True))
+    described = parts(x.shape, cast, cast.replace(room=(1, 1)))
     assert [tuple(t.shape) for t in made] == [p.shape for p in described]
     for a, b in zip((row, row_scale, col, col_scale), (*made[:3], made[3][:-1]), strict=True):
         assert torch.equal(a, b)

@@ -319,7 +319,7 @@ def _input_col(kept: list[Any], call: Call, m: int, after: Tensor) -> Operand:
         made = operands(x, None, plan.x_col, seed=call.seed, after=after)[1]
         assert made is not None
     else:
-        return column(x, scale, amax, plan.x_col, m)
+        return column(x, scale, amax, plan.x_col, m, call.features)
     return made if call.probe is None else probed(X_COL, made, x, call)
 
 
@@ -367,7 +367,8 @@ def _weight_row(weight: Any, call: Call, keep_amax: bool = False) -> Operand:
     if call.workspace is not None:
         data, scale, amax = call.workspace[0]
         assert data is not None
-        return Operand(data, scale, amax, plan.w_row, weight.shape[1])
+        n, k = weight.shape
+        return Operand(data, scale, amax, plan.w_row, k, False, n)
     keep_amax = keep_amax and plan.w_row == plan.w_col and not plan.w_row.tiled
     made = operands(
         weight,
@@ -395,7 +396,7 @@ def _weight_col(
     if isinstance(weight, QuantizedTensorStorage):
         return weight.operand(True)
     if kept[0] is not None:
-        return column(kept[0], kept[1], kept[2], plan.w_col, weight.shape[0])
+        return column(kept[0], kept[1], kept[2], plan.w_col, *weight.shape)
     delayed = plan.delayed[1]
     live = (scale, None) if delayed and scale is not None else None
     if plan.col_from_row[1]:

@@ -199,7 +199,7 @@ def largest_codes(o: Operand) -> Tensor:
     """Where the code is the largest of the format, of either sign."""
     element = o.cast.format.element
     assert element is not None
-    codes = o.data if element.per_byte == 1 else reference.unpack(o.data, o.columns)
+    codes = o.codes if element.per_byte == 1 else reference.unpack(o.codes, o.columns)
     return reference.decode(codes.contiguous(), element).abs() == element.max
 
 
@@ -233,7 +233,7 @@ def scales(o: Operand, shape: Sequence[int], alpha: Tensor | None) -> Tensor:
 # As with `scalars.tallied`, no schema tells that numbers change: a checkpoint would refuse to
 # repeat it. What is returned is used, so nothing is optimized away.
 def _measured(*args: Any) -> Tensor:
-    add(Operand(*args[:6]), *args[6:])
+    add(Operand(*args[:7]), *args[7:])
     return args[0].clone()  # type: ignore[no-any-return]
 
 
@@ -246,8 +246,8 @@ _PARTS = f"Tensor data, Tensor? scale, Tensor? amax, {_CAST} cast"
 library.define(
     (
         (
-            f"measured({_PARTS}, SymInt columns, bool viewed, Tensor? source, Tensor? seed, "
-            "Tensor into, int slot, Tensor[] rest, int[] sizes) -> Tensor",
+            f"measured({_PARTS}, SymInt columns, bool viewed, SymInt? rows, Tensor? source, "
+            "Tensor? seed, Tensor into, int slot, Tensor[] rest, int[] sizes) -> Tensor",
             _measured,
             _measured_fake,
         ),

@@ -18,6 +18,7 @@ from ._device import (
     high,
     low,
     max2,
+    padded,
     reduce2,
     spread,
     store_tile,
@@ -45,27 +46,28 @@ def line_amax(b_x, AXIS: tl.constexpr, N: tl.constexpr):
 def store_direction(
     b_t, b_a, data, scale, i_c, o_r, o_c, R, C, eps,
     LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Codes and decode scales of contraction block i_c of `[R, C]`: 1-D blocks, contraction last.
 
-    The scale matrix is `[contraction blocks, R rounded up to 4]`.
+    The scale matrix is `[contraction blocks, R rounded up to 4, or to PAD]`. A scale is finite,
+    so that zeros outside [R, C) are zeros in what codes have room for.
     """
     b_s = fp8_scale(b_a, eps, LIMIT, INF, POW2)  # [BR]
     b_q = encode(b_t.to(tl.float32) * b_s[:, None], LIMIT, TYPE, False)  # [BR, BC]
-    store_tile(data, b_q, o_r, o_c, R, C, EVEN)
-    padded = tl.cdiv(R, 4) * 4
+    store_tile(data, b_q, o_r, o_c, padded(R, PAD), padded(C, PAD), EVEN)
+    rows = padded(R, 4 if PAD == 1 else PAD)
     b_d = tl.where(o_r < R, tl.div_rn(1.0, b_s), 0.0)  # [BR]
-    tl.store(scale + i_c * padded + o_r, b_d, mask=o_r < padded)
+    tl.store(scale + i_c * rows + o_r, b_d, mask=o_r < rows)
 
 
 @triton.jit
 def store_square_scale(scale, value, i_r, i_c, n_c):
     """Entry (i_r, i_c) of a `[., n_c rounded up to 4]` scale matrix; the last one pads its row."""
-    padded = tl.cdiv(n_c, 4) * 4
-    end = tl.where(i_c == n_c - 1, padded, i_c + 1)
+    columns = padded(n_c, 4)
+    end = tl.where(i_c == n_c - 1, columns, i_c + 1)
     o_4 = i_c + tl.arange(0, 4)
-    tl.store(scale + i_r * padded + o_4, tl.where(o_4 == i_c, value, 0.0), mask=o_4 < end)
+    tl.store(scale + i_r * columns + o_4, tl.where(o_4 == i_c, value, 0.0), mask=o_4 < end)
 
 
 @triton.jit
@@ -73,17 +75,18 @@ def store_blocks(
     b_x, row, row_scale, col, col_scale, eps, i_m, i_k, o_m, o_k, M, K,
     SQUARE: tl.constexpr, ROW: tl.constexpr, ROW_SCALE: tl.constexpr, COL: tl.constexpr,
     COL_SCALE: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr,
-    POW2: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr, PAD: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Codes and decode scales of the tile `b_x` at (i_m, i_k)."""
     if SQUARE:
         s = fp8_scale(amax(b_x, None), eps, LIMIT, INF, POW2)
         if ROW:
             b_q = encode(b_x.to(tl.float32) * s, LIMIT, TYPE, False)
-            store_tile(row, b_q, o_m, o_k, M, K, EVEN)
+            store_tile(row, b_q, o_m, o_k, padded(M, PAD), padded(K, PAD), EVEN)
         if COL:
             b_q = encode(tl.trans(b_x).to(tl.float32) * s, LIMIT, TYPE, False)
-            store_tile(col, b_q, o_k, o_m, K, M, EVEN)
+            store_tile(col, b_q, o_k, o_m, padded(K, PAD), padded(M, PAD), EVEN)
         d = tl.div_rn(1.0, s)
         if ROW_SCALE:
             store_square_scale(row_scale, d, i_m, i_k, tl.cdiv(K, BK))
@@ -97,13 +100,15 @@ def store_blocks(
             b_c = line_amax(b_x, 0, BK)  # [BK]
         if ROW:
             store_direction(
-                b_x, b_r, row, row_scale, i_k, o_m, o_k, M, K, eps, LIMIT, TYPE, INF, POW2, EVEN
-            )
+                b_x, b_r, row, row_scale, i_k, o_m, o_k, M, K, eps, LIMIT, TYPE, INF, POW2, EVEN,
+                PAD,
+            )  # fmt: skip
         if COL:
             b_t = tl.trans(b_x)  # [BK, BM]
             store_direction(
-                b_t, b_c, col, col_scale, i_m, o_k, o_m, K, M, eps, LIMIT, TYPE, INF, POW2, EVEN
-            )
+                b_t, b_c, col, col_scale, i_m, o_k, o_m, K, M, eps, LIMIT, TYPE, INF, POW2, EVEN,
+                PAD,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -139,6 +144,7 @@ def word_scales(
     w0, w1, w2, w3, row_scale, col_scale, eps, i_m, i_k, M, K, SQUARE: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_SCALE: tl.constexpr, COL_SCALE: tl.constexpr,
     LIMIT: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr, EVEN: tl.constexpr,
+    PAD: tl.constexpr = 1,
 ):  # fmt: skip
     """Encode scales of rows 4 g + j (r0 to r3) and columns 2 c + j (c0, c1) of a 128x128 tile.
 
@@ -165,8 +171,11 @@ def word_scales(
             b_c = tl.reshape(tl.join(low(b_c), high(b_c)), (128,))
         if ROW:
             s_r = fp8_scale(spread(row_amaxes(a0, a1, a2, a3)), eps, LIMIT, INF, POW2)  # [128]
-            m_r = None if EVEN else i_m * 128 + o_n < M
-            tl.store(row_scale + i_k * M + i_m * 128 + o_n, tl.div_rn(1.0, s_r), mask=m_r)
+            rows, b_d = padded(M, PAD), tl.div_rn(1.0, s_r)
+            if PAD != 1:
+                b_d = tl.where(i_m * 128 + o_n < M, b_d, 0.0)
+            m_r = None if EVEN else i_m * 128 + o_n < rows
+            tl.store(row_scale + i_k * rows + i_m * 128 + o_n, b_d, mask=m_r)
             even, odd = tl.split(tl.reshape(spread(s_r), (32, 2, 2)))
             r0, r2 = tl.split(even)
             r1, r3 = tl.split(odd)
@@ -180,31 +189,45 @@ def word_scales(
 
 
 @triton.jit
+def room_for(b_q, m_x, PAD: tl.constexpr):
+    """Words of codes where m_x says so, and zeros past it; PAD 1: nothing is past it."""
+    return b_q if PAD == 1 else tl.where(m_x, b_q, 0)
+
+
+@triton.jit
 def store_words(
     w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K,
     ROW: tl.constexpr, COL: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, PAD: tl.constexpr = 1,
 ):  # fmt: skip
     """Codes of the BM x 128 tile at (i_m, i_k) whose rows 4 g + j are the words w0 to w3.
 
     M is a multiple of 4: where the tile is not whole (EVEN), a group of four rows is there or not.
+    Zeros follow up to a multiple of PAD rows.
     """
     o_g = tl.arange(0, BM // 4)
-    m_g = i_m * BM + 4 * o_g < M
-    m_r = None if EVEN else m_g[:, None]
-    m_c = None if EVEN else m_g[None, :]
+    o_m = i_m * BM + 4 * o_g
+    rows = padded(M, PAD)
+    m_r = None if EVEN else (o_m < rows)[:, None]
+    m_c = None if EVEN else (o_m < rows)[None, :]
+    m_x = (o_m < M)[:, None]
     if ROW:
         p_r = row.to(tl.pointer_type(tl.int16), bitcast=True) + i_m * BM * (K // 2) + i_k * 64
         p_r = p_r + 4 * o_g[:, None] * (K // 2) + tl.arange(0, 64)[None, :]
-        tl.store(p_r, row_pairs(w0, r0, r0, LIMIT, TYPE), mask=m_r)
-        tl.store(p_r + K // 2, row_pairs(w1, r1, r1, LIMIT, TYPE), mask=m_r)
-        tl.store(p_r + 2 * (K // 2), row_pairs(w2, r2, r2, LIMIT, TYPE), mask=m_r)
-        tl.store(p_r + 3 * (K // 2), row_pairs(w3, r3, r3, LIMIT, TYPE), mask=m_r)
+        q0 = room_for(row_pairs(w0, r0, r0, LIMIT, TYPE), m_x, PAD)
+        tl.store(p_r, q0, mask=m_r)
+        q1 = room_for(row_pairs(w1, r1, r1, LIMIT, TYPE), m_x, PAD)
+        tl.store(p_r + K // 2, q1, mask=m_r)
+        q2 = room_for(row_pairs(w2, r2, r2, LIMIT, TYPE), m_x, PAD)
+        tl.store(p_r + 2 * (K // 2), q2, mask=m_r)
+        q3 = room_for(row_pairs(w3, r3, r3, LIMIT, TYPE), m_x, PAD)
+        tl.store(p_r + 3 * (K // 2), q3, mask=m_r)
     if COL:
         q0 = codes4(low(w0) * c0, low(w1) * c0, low(w2) * c0, low(w3) * c0, LIMIT, TYPE)
         q1 = codes4(high(w0) * c1, high(w1) * c1, high(w2) * c1, high(w3) * c1, LIMIT, TYPE)
+        q0, q1 = room_for(q0, m_x, PAD), room_for(q1, m_x, PAD)
         b_q = tl.reshape(tl.permute(tl.join(q0, q1), (1, 2, 0)), (128, BM // 4))
-        p_c = col.to(tl.pointer_type(tl.int32), bitcast=True) + i_k * 128 * (M // 4)
+        p_c = col.to(tl.pointer_type(tl.int32), bitcast=True) + i_k * 128 * (rows // 4)
         p_c = p_c + i_m * (BM // 4)
         o_n = tl.arange(0, 128)
-        tl.store(p_c + o_n[:, None].to(tl.int64) * (M // 4) + o_g[None, :], b_q, mask=m_c)
+        tl.store(p_c + o_n[:, None].to(tl.int64) * (rows // 4) + o_g[None, :], b_q, mask=m_c)

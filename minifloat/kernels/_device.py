@@ -29,9 +29,11 @@ __all__ = [
     "fp8_scale",
     "fp32",
     "high",
+    "inside",
     "load_tile",
     "low",
     "max2",
+    "padded",
     "reduce2",
     "spread",
     "store_tile",
@@ -74,6 +76,21 @@ def load_tile(x, o_m, o_k, M, K, stride, EVEN: tl.constexpr):
 
 # Triton's interpreter runs functions of another class, and no assembly.
 IS_PTX = tl.constexpr(isinstance(load_tile, triton.JITFunction))
+
+
+@triton.jit
+def padded(n, PAD: tl.constexpr):
+    """n rounded up to a multiple of PAD."""
+    return n if PAD == 1 else tl.cdiv(n, PAD) * PAD
+
+
+@triton.jit
+def inside(b, o_r, o_c, R, C, PAD: tl.constexpr):
+    """`b` where it is inside [R, C), and zeros in what an output has room for; PAD 1: it has none.
+
+    Zeros may not be so any more once they are scaled: a scale that is given may be infinite.
+    """
+    return b if PAD == 1 else tl.where((o_r[:, None] < R) & (o_c[None, :] < C), b, 0.0)
 
 
 @triton.jit

@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FP32_MAX, Cast, Scale, cdiv
+from ..layout import pad
 from ..producer import ACTIVATIONS, Producer, activation
 from ._blocks_device import ABS2, store_words, word_scales
-from ._device import FP8, abs_bits, encode, high, low, max2, reduce2
+from ._device import FP8, abs_bits, encode, high, low, max2, padded, reduce2
 from ._produce_device import (
     differentiate,
     differentiated_words,
@@ -126,7 +127,8 @@ def scaled_kernel(
     ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr, AMAX: tl.constexpr,
     SUMS: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, POW2: tl.constexpr,
     ACT_LIMIT: tl.constexpr, ACT_TYPE: tl.constexpr, ACT_POW2: tl.constexpr, INF: tl.constexpr,
-    PARTIALS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    PARTIALS: tl.constexpr, EVEN: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """Casts under one scale for dh and one for y."""
     i_p = tl.program_id(0)
@@ -151,35 +153,39 @@ def scaled_kernel(
         PARTIALS,
     )  # fmt: skip
     m_h = (o_m[:, None] < M) & (o_k[None, :] < F)
-    store_half(dg, row, col, s, o_m, o_k, m_h, M, K, ROW, COL, LIMIT, TYPE, EVEN)
+    # Past the first half is the second, which ends where no room is needed: see `fuses_backward`.
+    m_p = (o_m[:, None] < padded(M, PAD)) & (o_k[None, :] < padded(F, 1 if GATED else PAD))
+    store_half(dg, row, col, s, o_m, o_k, m_h, m_p, M, K, ROW, COL, LIMIT, TYPE, EVEN, PAD)
     if SUMS:
         store_sums(sums, dg, i_m, o_k, K, F, EVEN)
     if GATED:
-        store_half(dl, row, col, s, o_m, o_k + F, m_h, M, K, ROW, COL, LIMIT, TYPE, EVEN)
+        store_half(dl, row, col, s, o_m, o_k + F, m_h, m_p, M, K, ROW, COL, LIMIT, TYPE, EVEN, PAD)
         if SUMS:
             store_sums(sums + F, dl, i_m, o_k, K, F, EVEN)
     if ACT:
         store_scaled(
             y, None, act, act_source, act_n, None, act_scale_inv, None, act_eps, i_p, o_m, o_k, M,
             F, ACT_SCALED, False, True, False, False, ACT_LIMIT, ACT_TYPE, INF, ACT_POW2, PARTIALS,
-            EVEN,
+            EVEN, PAD,
         )  # fmt: skip
 
 
 @triton.jit
 def store_half(
-    b_x, row, col, scale, o_m, o_k, m_x, M, K, ROW: tl.constexpr, COL: tl.constexpr,
-    LIMIT: tl.constexpr, TYPE: tl.constexpr, EVEN: tl.constexpr,
+    b_x, row, col, scale, o_m, o_k, m_x, m_p, M, K, ROW: tl.constexpr, COL: tl.constexpr,
+    LIMIT: tl.constexpr, TYPE: tl.constexpr, EVEN: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of `[M, K]` where m_x says so."""
+    """Codes of a tile of `[M, K]` where m_x says so, and zeros where m_p does besides."""
     if ROW:
-        b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)
-        p_q = row + o_m[:, None] * K + o_k[None, :]
-        tl.store(p_q, b_q, mask=None if EVEN else m_x)
+        b_y = b_x.to(tl.float32) * scale
+        b_q = encode(b_y if PAD == 1 else tl.where(m_x, b_y, 0.0), LIMIT, TYPE, True)
+        p_q = row + o_m[:, None] * padded(K, PAD) + o_k[None, :]
+        tl.store(p_q, b_q, mask=None if EVEN else m_p)
     if COL:
-        b_q = encode(tl.trans(b_x).to(tl.float32) * scale, LIMIT, TYPE, True)
-        p_q = col + o_k[:, None] * M + o_m[None, :]
-        tl.store(p_q, b_q, mask=None if EVEN else tl.trans(m_x))
+        b_y = tl.trans(b_x).to(tl.float32) * scale
+        b_q = encode(b_y if PAD == 1 else tl.where(tl.trans(m_x), b_y, 0.0), LIMIT, TYPE, True)
+        p_q = col + o_k[:, None] * padded(M, PAD) + o_m[None, :]
+        tl.store(p_q, b_q, mask=None if EVEN else tl.trans(m_p))
 
 
 @triton.jit
@@ -201,18 +207,18 @@ def store_word_tile(
     w0, w1, w2, w3, s, row, row_scale, col, col_scale, eps, i_m, i_k, M, K,
     TILED: tl.constexpr, SQUARE: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
     LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Codes of a tile of words under the scale s, or under scales of its own if TILED."""
     r0, r1, r2, r3, c0, c1 = s, s, s, s, s, s
     if TILED:
         r0, r1, r2, r3, c0, c1 = word_scales(
             w0, w1, w2, w3, row_scale, col_scale, eps, i_m, i_k, M, K,
-            SQUARE, ROW, COL, ROW, COL, LIMIT, INF, POW2, EVEN,
+            SQUARE, ROW, COL, ROW, COL, LIMIT, INF, POW2, EVEN, PAD,
         )  # fmt: skip
     store_words(
         w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K, ROW, COL, LIMIT, TYPE,
-        EVEN, BM,
+        EVEN, BM, PAD,
     )  # fmt: skip
 
 
@@ -225,7 +231,8 @@ def words_kernel(  # noqa: PLR0915
     ACT_SCALED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, ACT: tl.constexpr,
     AMAX: tl.constexpr, SUMS: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr,
     POW2: tl.constexpr, ACT_LIMIT: tl.constexpr, ACT_TYPE: tl.constexpr, ACT_POW2: tl.constexpr,
-    INF: tl.constexpr, PARTIALS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    INF: tl.constexpr, PARTIALS: tl.constexpr, EVEN: tl.constexpr, PAD: tl.constexpr,
+    BM: tl.constexpr,
 ):  # fmt: skip
     """`scaled_kernel` in BM x 128 tiles of words; TILED: every tile has scales of its own."""
     i_p = tl.program_id(0)
@@ -270,21 +277,21 @@ def words_kernel(  # noqa: PLR0915
             )  # fmt: skip
     store_word_tile(
         g0, g1, g2, g3, s, row, row_scale, col, col_scale, eps, i_m, i_k, M, K, TILED, SQUARE, ROW,
-        COL, LIMIT, TYPE, INF, POW2, EVEN, BM,
+        COL, LIMIT, TYPE, INF, POW2, EVEN, BM, PAD,
     )  # fmt: skip
     if SUMS:
         store_word_sums(sums, g0, g1, g2, g3, i_m, i_k, K)
     if GATED:
         store_word_tile(
             l0, l1, l2, l3, s, row, row_scale, col, col_scale, eps, i_m, i_k + n_k, M, K, TILED,
-            SQUARE, ROW, COL, LIMIT, TYPE, INF, POW2, EVEN, BM,
+            SQUARE, ROW, COL, LIMIT, TYPE, INF, POW2, EVEN, BM, PAD,
         )  # fmt: skip
         if SUMS:
             store_word_sums(sums, l0, l1, l2, l3, i_m, i_k + n_k, K)
     if ACT:
         store_word_tile(
             y0, y1, y2, y3, a, None, None, act, act_scale, act_eps, i_m, i_k, M, F, TILED, SQUARE,
-            False, True, ACT_LIMIT, ACT_TYPE, INF, ACT_POW2, EVEN, BM,
+            False, True, ACT_LIMIT, ACT_TYPE, INF, ACT_POW2, EVEN, BM, PAD,
         )  # fmt: skip
 
 
@@ -301,7 +308,9 @@ def fuses_backward(
         return False
     if row is not None and col is not None and row != col:
         return False
-    formats = {(c.format.scale, c.format.tile) for c in there}
+    formats = {(c.format.scale, c.format.tile, c.room[0]) for c in there}
+    if p.gated and h.shape[1] % there[0].room[0]:
+        return False  # tiles of the second half do not cover what comes after it
     if len(formats) != 1 or there[0].format.scale is not Scale.F32:
         return False
     return not there[0].tiled or in_words(dtype, *dy.shape, h, dy)
@@ -405,6 +414,7 @@ def _backward(
         "TYPE": FP8[d.format.element], "POW2": d.pow2, "ACT_LIMIT": a.format.element.max,
         "ACT_TYPE": FP8[a.format.element], "ACT_POW2": a.pow2,
         "INF": torch.finfo(dtype).max if d.tiled else FP32_MAX, "PARTIALS": PARTIALS,
+        "PAD": pad(d, m, f),
         **tile(config, m, f, dtype),
     }  # fmt: skip
     return Launch.of(fn, config.tiles(m, f), args, config)
@@ -416,7 +426,8 @@ def variants() -> Iterator[Variant]:
     bits = torch.empty(1, dtype=torch.int32, device="meta")
     one = torch.empty(1, dtype=torch.float32, device="meta")
     code = torch.empty(1, dtype=torch.uint8, device="meta")
-    e4m3, e5m2 = Cast("fp8_e4m3"), Cast("fp8_e5m2")
+    room = (16, 0)  # for products
+    e4m3, e5m2 = Cast("fp8_e4m3", room=room), Cast("fp8_e5m2", room=room)
     shared = {"row_data": code, "col_data": code, "scale": one}
     tiled = {"row_data": code, "row_scale": one, "col_data": code, "col_scale": one}
     live: dict[str, Any] = {
@@ -442,7 +453,7 @@ def variants() -> Iterator[Variant]:
                 yield Variant.of(f"current_{end}", _backward(*of, **current))
                 if f % 128 != 0:
                     continue
-                cast = Cast("fp8_e4m3_1x128", pow2=True)
+                cast = Cast("fp8_e4m3_1x128", pow2=True, room=room)
                 of = (p, inputs, dtype, (cast, cast, cast), tiled, tiled, sums)
                 yield Variant.of(f"1x128_{end}", _backward(*of))
                 of = (p, inputs, dtype, (cast, cast, None), tiled, {}, sums)

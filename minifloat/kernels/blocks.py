@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import E5M2, FORMATS, Cast, Scale, rup
+from ..layout import pad
 from ._blocks_device import store_blocks, store_words, word_scales
 from ._device import (
     FP8,
@@ -65,9 +66,12 @@ def f32_kernel(
     x, row, row_scale, col, col_scale, eps, M, K, stride,
     SQUARE: tl.constexpr, ROW: tl.constexpr, ROW_SCALE: tl.constexpr, COL: tl.constexpr,
     COL_SCALE: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr,
-    POW2: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr, PAD: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """`row[M, K]`, `col[K, M]` and their decode scales; a tile is one block along the contraction.
+
+    Both have zeros up to multiples of PAD.
 
     Tiles run from the last to the first, as in `tensorwise`. The column copy of 1-D blocks is cast
     from the transposed source tile: it has scales of its own.
@@ -81,7 +85,7 @@ def f32_kernel(
     b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
     store_blocks(
         b_x, row, row_scale, col, col_scale, eps, i_m, i_k, o_m, o_k, M, K, SQUARE, ROW, ROW_SCALE,
-        COL, COL_SCALE, LIMIT, TYPE, INF, POW2, EVEN, BM, BK,
+        COL, COL_SCALE, LIMIT, TYPE, INF, POW2, EVEN, PAD, BM, BK,
     )  # fmt: skip
 
 
@@ -247,6 +251,8 @@ def cast_blocks(
 ) -> None:
     """`x[M, K]` -> codes and scales of each direction present, in `reference.quantize`'s layouts.
 
+    Codes and scales have the room that the casts ask for; programs for tiles cover it.
+
     One read of x serves both directions when they are the same cast, and two launches otherwise.
     """
     if row is not None and col is not None and row != col:
@@ -262,8 +268,9 @@ def cast_blocks(
     elif cast.format.square and x.dtype == torch.float32 and col_data is not None:
         # As in `tensorwise`: the column codes of an fp32 tensor are its row codes, transposed.
         codes = row_data if row_data is not None else torch.empty_like(col_data)
+        codes = codes.view(x.shape if codes.numel() == x.numel() else col_data.shape[::-1])
         _f32(x, cast, codes, row_scale, None, col_scale).run()
-        transpose(codes.view(x.shape), col_data)
+        transpose(codes, col_data)
     else:
         _f32(x, cast, row_data, row_scale, col_data, col_scale).run()
 
@@ -340,6 +347,7 @@ def _f32(
         "INF": torch.finfo(x.dtype).max,
         "POW2": cast.pow2,
         "EVEN": config.even(m, k),
+        "PAD": pad(cast, m, k),
         "BM": config.m,
         "BK": config.k,
     }
@@ -431,6 +439,9 @@ def variants() -> Iterator[Variant]:
                 r, c = out if row else (None, None), out if col else (None, None)
                 if fmt.scale is Scale.F32:
                     yield Variant.of(name, _f32(sample.x, cast, *r, *c))
+                    if sample.x.shape[0] % cast.pad:
+                        wide = cast.replace(room=(cast.pad, 0))
+                        yield Variant.of(f"roomy_{name}", _f32(sample.x, wide, *r, *c))
                     continue
                 yield Variant.of(name, _e8m0(sample.x, cast, *r, *c))
                 v, w = value if row else None, value if col else None

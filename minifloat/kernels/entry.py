@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..formats import Cast
+from ..layout import pad
 from . import blocks, fp4, fp4_amax, tensorwise
 from .dequantize import dequantize
 from .swizzle import swizzle
@@ -52,6 +53,7 @@ def quantize(
             scale_inv=out["scale"],
             amax=row_amax if row_amax is not None else col_amax,
             amax_out=out.get("amax"),
+            pad=pad(cast, *x.shape),
         )
     elif cast.format.two_level:
         _global_amaxes(x, row, col, out, row_amax, col_amax)
@@ -74,6 +76,7 @@ def quantize_scaled(
         col=out.get("col_data"),
         scale_inv=out["scale"],
         scale_out=out.get("kept"),
+        pad=pad(cast, *x.shape),
     )
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FP32_MAX, Cast, Scale
+from ..layout import pad
 from ..producer import ACTIVATIONS, Producer, activation, norm
 from ._blocks_device import ABS2, store_words, word_scales
 from ._device import FP8, abs_bits, max2, reduce2, store_tile
@@ -108,7 +109,8 @@ def scaled_kernel(
     CLIP: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, AMAX: tl.constexpr, KEEP: tl.constexpr,
     LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr,
-    PARTIALS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    PARTIALS: tl.constexpr, EVEN: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """`tensorwise.cast_kernel` of what is produced."""
     i_p = tl.program_id(0)
@@ -124,7 +126,7 @@ def scaled_kernel(
     )  # [BM, BK]  # fmt: skip
     store_scaled(
         b_y, row, col, source, n, amax, scale_inv, kept, eps, i_p, o_m, o_k, M, K,
-        SCALED, ROW, COL, AMAX, KEEP, LIMIT, TYPE, INF, POW2, PARTIALS, EVEN,
+        SCALED, ROW, COL, AMAX, KEEP, LIMIT, TYPE, INF, POW2, PARTIALS, EVEN, PAD,
     )  # fmt: skip
 
 
@@ -137,7 +139,7 @@ def words_kernel(
     SQUARE: tl.constexpr, SCALED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
     AMAX: tl.constexpr, KEEP: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr,
     INF: tl.constexpr, POW2: tl.constexpr, PARTIALS: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr,
+    PAD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """`scaled_kernel` in BM x 128 tiles of words; TILED: every tile has scales of its own."""
     i_p = tl.program_id(0)
@@ -175,7 +177,7 @@ def words_kernel(
     if TILED:
         r0, r1, r2, r3, c0, c1 = word_scales(
             w0, w1, w2, w3, row_scale, col_scale, eps, i_m, i_k, M, K,
-            SQUARE, ROW, COL, ROW, COL, LIMIT, INF, POW2, EVEN,
+            SQUARE, ROW, COL, ROW, COL, LIMIT, INF, POW2, EVEN, PAD,
         )  # fmt: skip
     else:
         top = 0
@@ -190,7 +192,7 @@ def words_kernel(
         r0, r1, r2, r3, c0, c1 = s, s, s, s, s, s
     store_words(
         w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K, ROW, COL, LIMIT, TYPE,
-        EVEN, BM,
+        EVEN, BM, PAD,
     )  # fmt: skip
 
 
@@ -308,8 +310,8 @@ def _amax(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> L
     return amax_launch(amax_kernel, args, CONFIGS["amax"], m, k, dtype, args["x"])
 
 
-def _cast(cast: Cast, out: dict[str, Tensor]) -> dict[str, Any]:
-    """The arguments that every cast has."""
+def _cast(cast: Cast, out: dict[str, Tensor], *shape: int) -> dict[str, Any]:
+    """The arguments that every cast of a matrix of this shape has."""
     element = cast.format.element
     assert element is not None
     row, col = out.get("row_data"), out.get("col_data")
@@ -318,6 +320,7 @@ def _cast(cast: Cast, out: dict[str, Tensor]) -> dict[str, Any]:
         "col_scale": out.get("col_scale"), "eps": cast.eps, "ROW": row is not None,
         "COL": col is not None, "LIMIT": element.max, "TYPE": FP8[element], "POW2": cast.pow2,
         "TILED": cast.tiled, "SQUARE": cast.tiled and cast.format.square,
+        "PAD": pad(cast, *shape),
     }  # fmt: skip
 
 
@@ -334,7 +337,8 @@ def _scaled(
     kept: Tensor | None = None,
     scaled: bool = False,
 ) -> Launch:
-    args = arguments(p, inputs) | _cast(cast, out)
+    args = arguments(p, inputs)
+    args |= _cast(cast, out, args["M"], args["K"])
     args |= {
         "source": source, "n": n, "amax": amax, "kept": kept, "scale_inv": out["scale"],
         "SCALED": scaled, "AMAX": amax is not None, "KEEP": kept is not None,
@@ -354,7 +358,8 @@ def _blocks(
     cast: Cast,
     out: dict[str, Tensor],
 ) -> Launch:
-    args = arguments(p, inputs) | _cast(cast, out)
+    args = arguments(p, inputs)
+    args |= _cast(cast, out, args["M"], args["K"])
     args |= {
         "source": None, "n": 1, "amax": None, "kept": None, "scale_inv": None, "SCALED": False,
         "AMAX": False, "KEEP": False, "INF": torch.finfo(dtype).max, "PARTIALS": PARTIALS,
@@ -386,7 +391,8 @@ def _samples() -> Iterator[tuple[str, Producer, tuple[Tensor | None, ...], torch
 
 
 def variants() -> Iterator[Variant]:
-    """Values, amaxes and casts of a gated activation and of norms."""
+    """Values, amaxes and casts of a gated activation and of norms, with room for products."""
+    room = (16, 0)
     bits = torch.empty(1, dtype=torch.int32, device="meta")
     one = torch.empty(1, dtype=torch.float32, device="meta")
     code = torch.empty(1, dtype=torch.uint8, device="meta")
@@ -404,12 +410,12 @@ def variants() -> Iterator[Variant]:
         yield Variant.of(f"amax_{name}", _amax(*of))
         for direction, prefixes in directions.items():
             out = {f"{d}_data": code for d in prefixes} | {"scale": one}
-            cast = Cast("fp8_e4m3")
+            cast = Cast("fp8_e4m3", room=room)
             launch = _scaled(*of, cast, out, source=one, amax=bits, scaled=True)
             yield Variant.of(f"scaled_{direction}_{name}", launch)
             launch = _scaled(*of, cast, out, source=bits, kept=one)
             yield Variant.of(f"current_{direction}_{name}", launch)
             for tile in ("1x128", "128x128") if k_even else ():
                 out = {f"{d}_data": code for d in prefixes} | {f"{d}_scale": one for d in prefixes}
-                launch = _blocks(*of, Cast(f"fp8_e4m3_{tile}", pow2=True), out)
+                launch = _blocks(*of, Cast(f"fp8_e4m3_{tile}", pow2=True, room=room), out)
                 yield Variant.of(f"{tile}_{direction}_{name}", launch)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import E4M3, E5M2, FP32_MAX, Element, cdiv
-from ._device import FP8, abs_bits, encode, fp8_scale, load_tile, store_tile
+from ..formats import E4M3, E5M2, FP32_MAX, Element, cdiv, rup
+from ._device import FP8, abs_bits, encode, fp8_scale, inside, load_tile, padded, store_tile
 from .transpose import transpose
 from .variant import Config, Launch, Variant, samples
 
@@ -107,20 +107,22 @@ def store_scaled(
     b_x, row, col, source, n, amax, scale_inv, kept, eps, i_p, o_m, o_k, M, K,
     SCALED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, AMAX: tl.constexpr,
     KEEP: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr,
-    POW2: tl.constexpr, PARTIALS: tl.constexpr, EVEN: tl.constexpr,
+    POW2: tl.constexpr, PARTIALS: tl.constexpr, EVEN: tl.constexpr, PAD: tl.constexpr = 1,
 ):  # fmt: skip
-    """Codes of the tile `b_x` at `[o_m, o_k]`."""
+    """Codes of the tile `b_x` at `[o_m, o_k]`, and zeros up to multiples of PAD."""
     top = tl.max(abs_bits(b_x)) if SCALED and AMAX else 0
     scale = find_scale(
         source, n, top, amax, scale_inv, kept, eps, i_p, SCALED, AMAX, KEEP, LIMIT, INF, POW2,
         PARTIALS,
     )  # fmt: skip
     if ROW:
-        b_q = encode(b_x.to(tl.float32) * scale, LIMIT, TYPE, True)  # [BM, BK]
-        store_tile(row, b_q, o_m, o_k, M, K, EVEN)
+        b_y = inside(b_x.to(tl.float32) * scale, o_m, o_k, M, K, PAD)  # [BM, BK]
+        b_q = encode(b_y, LIMIT, TYPE, True)
+        store_tile(row, b_q, o_m, o_k, padded(M, PAD), padded(K, PAD), EVEN)
     if COL:
-        b_q = encode(tl.trans(b_x).to(tl.float32) * scale, LIMIT, TYPE, True)  # [BK, BM]
-        store_tile(col, b_q, o_k, o_m, K, M, EVEN)
+        b_y = inside(tl.trans(b_x).to(tl.float32) * scale, o_k, o_m, K, M, PAD)  # [BK, BM]
+        b_q = encode(b_y, LIMIT, TYPE, True)
+        store_tile(col, b_q, o_k, o_m, padded(K, PAD), padded(M, PAD), EVEN)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -148,10 +150,13 @@ def cast_kernel(
     POW2: tl.constexpr,
     PARTIALS: tl.constexpr,
     EVEN: tl.constexpr,
+    PAD: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
     """`row[M, K]`, `col[K, M]` = codes of `x * scale`; `scale_inv[0]` = 1/scale.
+
+    Both have zeros up to multiples of PAD.
 
     SCALED: `source[0]` is the scale, and the bits of |x| go into `amax[0]`, a running maximum.
     Otherwise `source[:n]` holds the bits of partial amaxes, and every program derives the scale.
@@ -168,7 +173,7 @@ def cast_kernel(
     b_x = load_tile(x, o_m, o_k, M, K, stride, EVEN)  # [BM, BK]
     store_scaled(
         b_x, row, col, source, n, amax, scale_inv, kept, eps, i_p, o_m, o_k, M, K,
-        SCALED, ROW, COL, AMAX, KEEP, LIMIT, TYPE, INF, POW2, PARTIALS, EVEN,
+        SCALED, ROW, COL, AMAX, KEEP, LIMIT, TYPE, INF, POW2, PARTIALS, EVEN, PAD,
     )  # fmt: skip
 
 
@@ -193,14 +198,16 @@ def cast_current(
     scale_inv: Tensor,
     amax: Tensor | None = None,
     amax_out: Tensor | None = None,
+    pad: int = 1,
 ) -> None:
     """Codes of `x[M, K]` under the scale of its amax: `row[M, K]`, `col[K, M]`, `scale_inv` (1,).
 
+    Zeros follow them up to multiples of `pad`, 1 or 16: whole tiles cover these.
     `amax` (fp32, one element) is used where it is known already, and spares a read of x; `amax_out`
     receives it for another time.
     """
     source, n = _partial_amax(x) if amax is None else (amax.view(torch.int32), 1)
-    options = {"source": source, "n": n, "kept": amax_out, "pow2": pow2, "eps": eps}
+    options = {"source": source, "n": n, "kept": amax_out, "pow2": pow2, "eps": eps, "pad": pad}
     _run(x, element, row, col, scale_inv, **options)
 
 
@@ -214,13 +221,14 @@ def cast_scaled(
     col: Tensor | None,
     scale_inv: Tensor,
     scale_out: Tensor | None = None,
+    pad: int = 1,
 ) -> None:
     """Codes of `x * scale`; `amax` (fp32, one element; None: not recorded) = max(amax, |x|).
 
     `scale_out` receives a copy of the scale, which moves on.
     """
     bits = None if amax is None else amax.view(torch.int32)
-    options = {"source": scale, "amax": bits, "kept": scale_out, "scaled": True}
+    options = {"source": scale, "amax": bits, "kept": scale_out, "scaled": True, "pad": pad}
     _run(x, element, row, col, scale_inv, **options)
 
 
@@ -241,8 +249,9 @@ def _run(
         _cast(x, element, row, col, scale_inv, **options).run()
         return
     codes = row if row is not None else torch.empty_like(col)
+    codes = codes.view([rup(n, options["pad"]) for n in x.shape])
     _cast(x, element, codes, None, scale_inv, **options).run()
-    transpose(codes.view(x.shape), col)
+    transpose(codes, col)
 
 
 def _partial_amax(x: Tensor) -> tuple[Tensor, int]:
@@ -290,6 +299,7 @@ def _cast(
     pow2: bool = False,
     eps: float = 0.0,
     config: Config | None = None,
+    pad: int = 1,
 ) -> Launch:
     kind = "both" if row is not None and col is not None else "row" if col is None else "col"
     config = config or (SMALL_CONFIGS if x.numel() < LARGE else CONFIGS)[kind]
@@ -318,11 +328,12 @@ def _cast(
         "POW2": pow2,
         "PARTIALS": PARTIALS,
         "EVEN": config.even(m, k),
+        "PAD": pad,
         "BM": config.m,
         "BK": config.k,
     }
     # An empty x still has a scale, so there is always a program 0 to write it.
-    return Launch(cast_kernel, max(1, config.tiles(m, k)), args, config)
+    return Launch.of(cast_kernel, max(1, config.tiles(m, k)), args, config)
 
 
 def variants() -> Iterator[Variant]:
@@ -335,12 +346,15 @@ def variants() -> Iterator[Variant]:
         yield Variant.of(f"amax_{sample.tag}", _amax_launch(sample.x))
         for direction, row, col in sample.directions:
             for element in (E4M3, E5M2) if sample.every else (E4M3,):
-                out = code if row else None, code if col else None
                 name = f"{direction}_{element.name}_{sample.tag}"
-                launch = _cast(sample.x, element, *out, one, source=bits, pow2=element is E5M2)
+                of = (sample.x, element, code if row else None, code if col else None, one)
+                launch = _cast(*of, source=bits, pow2=element is E5M2)
                 yield Variant.of(f"current_{name}", launch)
-                launch = _cast(sample.x, element, *out, one, source=one, amax=bits, scaled=True)
+                launch = _cast(*of, source=one, amax=bits, scaled=True)
                 yield Variant.of(f"scaled_{name}", launch)
                 config = CONFIGS[direction]
-                launch = _cast(sample.x, element, *out, one, source=bits, kept=one, config=config)
+                launch = _cast(*of, source=bits, kept=one, config=config)
                 yield Variant.of(f"large_{name}", launch)
+                if sample.x.shape[0] % 16:
+                    launch = _cast(*of, source=one, amax=bits, scaled=True, pad=16)
+                    yield Variant.of(f"roomy_{name}", launch)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from .. import env
@@ -30,6 +32,18 @@ _TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }
+
+
+SIZES = ("M", "K", "F")  # of matrices, as kernels name them
+
+
+@cache
+def _of_any_size(fn: Any) -> Any:
+    """The kernel `fn`, compiled without a look at the sizes that it is launched for."""
+    if not isinstance(fn, triton.JITFunction):
+        return fn  # the interpreter compiles nothing
+    known = [p.name for p in fn.params if p.do_not_specialize]
+    return triton.jit(fn.fn, do_not_specialize=[*known, *(n for n in fn.arg_names if n in SIZES)])
 
 
 class Config(NamedTuple):
@@ -64,7 +78,14 @@ class Launch(NamedTuple):
 
     @staticmethod
     def of(fn: Any, programs: int, args: Mapping[str, Any], config: Config) -> Launch:
-        """With those of `args` that `fn` has: kernels of a family share a set of arguments."""
+        """With those of `args` that `fn` has: kernels of a family share a set of arguments.
+
+        A kernel that writes zeros after a matrix is not compiled for a size of 1. It would know
+        which codes those are then, and the ptxas of Triton 3.6 (12.8) packs pairs of the code of
+        one known number wrongly: F2FP merges it with a register that nobody set.
+        """
+        if args.get("PAD", 1) != 1 and any(args.get(size) == 1 for size in SIZES):
+            fn = _of_any_size(fn)
         return Launch(fn, programs, {name: args[name] for name in fn.arg_names}, config)
 
     def partials(self) -> tuple[Tensor, int]:

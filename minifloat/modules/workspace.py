@@ -57,8 +57,16 @@ def cast_weight(
         assert cached is not None
         for kept, new in zip(_flat(cached), (*copies[0], *copies[1], scale), strict=True):
             if kept is not None and new is not None:
-                kept.copy_(new)
+                _refill(kept, new)
     return cached, None
+
+
+def _refill(kept: Tensor, new: Tensor) -> None:
+    """`kept` = `new`; one of them has more room if it was made for another device: zeros stay."""
+    if kept.shape != new.shape:
+        corner = [slice(min(a, b)) for a, b in zip(kept.shape, new.shape, strict=True)]
+        kept, new = kept[corner], new[corner]
+    kept.copy_(new)
 
 
 def _fits(cached: Cached, plan: Plan, col: bool) -> bool:

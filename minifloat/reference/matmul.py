@@ -52,8 +52,8 @@ def _values(o: Operand) -> Tensor:
         return o.data.to(torch.float32)
     if fmt.tile is None:
         assert fmt.element is not None
-        return decode(o.data, fmt.element)
-    return unscaled(o.data, o.scale, o.cast, o.columns)
+        return decode(o.codes, fmt.element)
+    return unscaled(o.codes, o.scale, o.cast, o.columns)
 
 
 def _alpha(o: Operand) -> Tensor:
@@ -74,7 +74,7 @@ def _block_matmul(a: Operand, b: Operand) -> Tensor:
             f"no GEMM multiplies {fa.name} by {fb.name}: one operand must have 1-D blocks"
         )
     assert fa.element is not None and fb.element is not None
-    av, bv = decode(a.data, fa.element), decode(b.data, fb.element)
+    av, bv = decode(a.codes, fa.element), decode(b.codes, fb.element)
     m, n, k = av.shape[0], bv.shape[0], a.columns
     step = 128 if fa.tile is None else fa.tile[1]
     sa, sb = _row_scales(a, m), _row_scales(b, n)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+from minifloat.formats import Cast
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -91,6 +93,18 @@ def buffer(like: Tensor | None) -> Tensor | None:
         return None
     raw = torch.full((like.numel() * like.element_size(),), GARBAGE, dtype=torch.uint8)
     return raw.view(like.dtype).reshape(like.shape).to(DEVICE)
+
+
+def wide(cast: Cast | None) -> Cast | None:
+    """`cast` with the room that products ask for."""
+    return None if cast is None else cast.replace(room=(cast.pad, 0))
+
+
+def filled(t: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """`t` with zeros up to `shape`: what a cast with room writes."""
+    if t is None or t.dim() != 2:
+        return t
+    return torch.nn.functional.pad(t, (0, shape[1] - t.shape[1], 0, shape[0] - t.shape[0]))
 
 
 def assert_codes(actual: Tensor | None, expected: Tensor | None) -> None:

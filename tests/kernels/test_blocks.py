@@ -16,13 +16,16 @@ from _cases import (
     assert_codes,
     assert_exact,
     buffer,
+    filled,
     inputs,
     on_device,
     run_interpreted,
+    wide,
 )
 
 from minifloat import reference
 from minifloat.formats import E5M2, FORMATS, Cast, Scale
+from minifloat.layout import parts
 
 pytest.importorskip("triton")
 from minifloat.kernels import blocks  # noqa: E402
@@ -44,6 +47,17 @@ def check_cast(
     for x in inputs(shape, dtype, plain):
         row_data, row_scale, _ = reference.quantize(x, row) if row else (None, None, None)
         col_data, col_scale, _ = reference.quantize(x, col, col=True) if col else (None, None, None)
+        if (row or col).room != (1, 0):  # type: ignore[union-attr]
+            shapes = {p.name: p.shape for p in parts(shape, row, col)}
+            row_data, row_scale, col_data, col_scale = (
+                filled(t, shapes.get(name, ()))
+                for name, t in (
+                    ("row_data", row_data),
+                    ("row_scale", row_scale),
+                    ("col_data", col_data),
+                    ("col_scale", col_scale),
+                )
+            )
         out = [buffer(t) for t in (row_data, row_scale, col_data, col_scale)]
         blocks.cast_blocks(
             on_device(x), row=row, col=col,
@@ -112,6 +126,18 @@ def test_cast_e5m2(name: str, directions: tuple[bool, bool], shape: tuple[int, i
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1), (17, 1), (100, 127), (129, 129), (4100, 300)])
+@pytest.mark.parametrize("directions", DIRECTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", F32[:2])
+def test_room_is_filled_with_zeros(
+    name: str, dtype: torch.dtype, directions: tuple[bool, bool], shape: tuple[int, int]
+) -> None:
+    row, col = (wide(Cast(name)) if d else None for d in directions)
+    check_cast(shape, dtype, row, col)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("eps", [0.0, 1e-12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", F32)
@@ -172,6 +198,10 @@ if __name__ == "__main__":
     for shape in SMALL:
         for name in E4M3_BLOCKS:
             check_cast(shape, torch.bfloat16, Cast(name), Cast(name), plain=True)
+    for name in F32[:2]:
+        check_cast((1, 17), torch.bfloat16, wide(Cast(name)), None, plain=True)
+        check_cast((130, 129), torch.bfloat16, wide(Cast(name)), wide(Cast(name)), plain=True)
+        check_cast((66, 71), torch.float32, None, wide(Cast(name)), plain=True)
     for name in E5M2_BLOCKS:
         check_cast((1, 17), torch.float32, Cast(name), None, plain=True)
         check_cast((17, 1), torch.float16, None, Cast(name), plain=True)

@@ -15,13 +15,14 @@ from _cases import (
     assert_codes,
     assert_exact,
     buffer,
+    filled,
     inputs,
     on_device,
     run_interpreted,
 )
 
 from minifloat import reference
-from minifloat.formats import E4M3, E5M2, Cast, Element, Scale, find_format
+from minifloat.formats import E4M3, E5M2, Cast, Element, Scale, find_format, rup
 
 pytest.importorskip("triton")
 from minifloat.kernels import tensorwise  # noqa: E402
@@ -35,7 +36,7 @@ def check_amax(shape: tuple[int, int], dtype: torch.dtype, plain: bool = False) 
         assert_exact(out, expected)
 
 
-def check_current(
+def check_current(  # noqa: PLR0913  (what a cast takes)
     shape: tuple[int, int],
     dtype: torch.dtype,
     element: Element,
@@ -45,11 +46,13 @@ def check_current(
     eps: float = 0.0,
     given: bool = False,
     plain: bool = False,
+    pad: int = 1,
 ) -> None:
     cast = Cast(find_format(element, Scale.F32, None).name, pow2=pow2, eps=eps)
     row, col = directions
     for x in inputs(shape, dtype, plain):
         expected, scale_inv, _ = reference.quantize(x, cast)
+        expected = filled(expected, [rup(n, pad) for n in shape])
         amax = on_device(reference.amax(x, cast)) if given else None
         out = buffer(expected) if row else None
         out_t = buffer(expected.t()) if col else None
@@ -63,6 +66,7 @@ def check_current(
             col=out_t,
             scale_inv=out_scale,
             amax=amax,
+            pad=pad,
         )
         assert_exact(out_scale, scale_inv)
         assert_codes(out, expected if row else None)
@@ -75,19 +79,22 @@ def check_scaled(
     element: Element,
     directions: tuple[bool, bool],
     plain: bool = False,
+    pad: int = 1,
+    scales: tuple[float, ...] = (0.37, 1.0, 3e5),
 ) -> None:
     cast = Cast(find_format(element, Scale.F32, None).name)
     row, col = directions
     for i, x in enumerate(inputs(shape, dtype, plain)):
-        scale = torch.tensor([(0.37, 1.0, 3e5)[i % 3]])
+        scale = torch.tensor([scales[i % len(scales)]])
         before = torch.tensor([(0.0, 1e3)[i % 2]])
         expected, scale_inv, amax = reference.quantize_scaled(x, scale, cast)
+        expected = filled(expected, [rup(n, pad) for n in shape])
         out = buffer(expected) if row else None
         out_t = buffer(expected.t()) if col else None
         out_scale, out_amax = buffer(scale_inv), on_device(before)
         tensorwise.cast_scaled(
             on_device(x), element, scale=on_device(scale), amax=out_amax, row=out, col=out_t,
-            scale_inv=out_scale,
+            scale_inv=out_scale, pad=pad,
         )  # fmt: skip
         assert_exact(out_scale, scale_inv)
         assert_exact(out_amax, torch.maximum(amax, before))
@@ -144,6 +151,18 @@ def test_scaled(directions: tuple[bool, bool], shape: tuple[int, int], dtype: to
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1), (17, 1), (100, 127), (129, 129), (4100, 300)])
+@pytest.mark.parametrize("directions", DIRECTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_room_is_filled_with_zeros(
+    dtype: torch.dtype, directions: tuple[bool, bool], shape: tuple[int, int]
+) -> None:
+    check_current(shape, dtype, E4M3, directions, pad=16)
+    check_scaled(shape, dtype, E5M2, directions, pad=16)
+    check_scaled(shape, dtype, E4M3, directions, pad=16, scales=(torch.inf, torch.nan))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", EMPTY)
 def test_empty(shape: tuple[int, int]) -> None:
     check_empty(shape)
@@ -189,5 +208,8 @@ if __name__ == "__main__":
         check_scaled(shape, torch.float32, E5M2, BOTH, plain=True)
     check_current((100, 127), torch.float16, E5M2, (True, False), pow2=True, eps=1e-12, plain=True)
     check_current((100, 127), torch.float32, E4M3, (False, True), given=True, plain=True)
+    for shape in ((1, 17), (17, 1), (66, 71)):
+        check_current(shape, torch.bfloat16, E4M3, BOTH, plain=True, pad=16)
+        check_scaled(shape, torch.float32, E5M2, (False, True), plain=True, pad=16)
     for shape in EMPTY:
         check_empty(shape)
