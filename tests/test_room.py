@@ -14,7 +14,7 @@ from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import minifloat
-from minifloat import dispatch, gemm, producers, recipe, reference
+from minifloat import dispatch, gemm, gradients, producers, recipe, reference
 from minifloat.formats import Cast, Operand, Scale, rup
 from minifloat.layout import parts
 from minifloat.operands import operands
@@ -51,11 +51,11 @@ class Products:
         return self.scaled_mm(x, w, **options)  # type: ignore[no-any-return]
 
     def blocks(self, x: Tensor, w: Tensor, *of: Any) -> Tensor:
-        (sa,), (ra,), (sb,), (rb,), _, dtype = of
+        (sa,), (ra,), (sb,), (rb,), _, dtype, bias = of
         self._check(x, w, 4 if ra is ScalingType.BlockWise1x128 else 1)
         with _disable_current_modes():  # what stands for a tensor core may copy
             y = self._values(x, sa, ra) @ self._values(w, sb, rb).t()
-        return y.to(dtype)
+            return (y if bias is None else y + bias).to(dtype)
 
     def _check(self, x: Tensor, w: Tensor, rows: int) -> None:
         self.made += 1
@@ -295,9 +295,9 @@ def test_casts_of_what_is_produced(shape: tuple[int, int], cast: Cast, device: s
     lazy = producers.activated(h, p)
     made = producers.quantize(lazy, room, room)
     check(made, producers.quantize(lazy, cast, cast), parts(shape, room, room))
-    dh, given = producers.activation_gradient(h, dy, p), producers.Given()
-    made = producers.activation_backward(dh, room, room, room, given, dbias=False)
-    expected = producers.activation_backward(dh, cast, cast, cast, given, dbias=False)
+    dh, given = producers.activation_gradient(h, dy, p), gradients.Given()
+    made = gradients.activation_backward(dh, room, room, room, given, dbias=False)
+    expected = gradients.activation_backward(dh, cast, cast, cast, given, dbias=False)
     check(made, expected, [*parts((m, 2 * k), room, room), *parts(shape, None, room)])
 
 

@@ -2,9 +2,9 @@
 
 One loop has the steps of all tiles of a program: while a tile is stored, the first steps of the
 next one are being loaded. For codes with a scale for each member, the contraction last and in whole
-steps, on devices where it was measured; `grouped_gemm` has the rest. H200, bf16 out, TFLOP/s with
-its kernels before: at 8 x 2048 rows, 4096 -> 4096, rows 1435 (1357) and contraction 1267 (1106); at
-64 x 512 rows, 2048 -> 2048, 1249 (1122) and 881 (679).
+steps, on devices where it was measured; `grouped_gemm` has the rest. H200, TFLOP/s, beside those of
+its kernels in the same run: 8 x 2048 rows, 4096 -> 4096: rows 1435 (1357), contraction 1267 (1106),
+added to fp32 881 (638); 64 x 512 rows, 2048 -> 2048: 1249 (1122), 881 (679) and 363 (258).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from .variant import Config, Launch, Variant
 
 __all__ = ["contraction", "rows", "variants"]
 
-# (m, k) is the tile of the result. Registers are short: what made the compiler move accumulators
-# about in the loop (other orders of tiles, 256 x 128) was slower than no such loop at all. So is
-# `rows` with a second accumulator.
+# (m, k) is the tile of the result. Registers are short: where the compiler moves accumulators about
+# in the loop (a MOV for each in SASS: with other orders of tiles, or 256 x 128) it is slower. It
+# does so with a bias, which is left to `grouped_gemm`; and so is `rows` with a second accumulator,
+# which took 674 us for 609 at 8 x 2048 rows.
 CONFIGS = {
     "rows": Config(TILE, 256, 8, 4),
     "contraction": Config(128, 256, 8, 4),
