@@ -87,7 +87,9 @@ def _roomy(t: Tensor, shape: Sequence[int]) -> Tensor:
     """`t` with zeros up to a shape."""
     if t.dim() != 2:
         return t
-    return torch.nn.functional.pad(t, (0, shape[1] - t.shape[1], 0, shape[0] - t.shape[0]))
+    pads = (0, shape[1] - t.shape[1], 0, shape[0] - t.shape[0])
+    known = all([isinstance(n, int) and n == 0 for n in pads])  # noqa: C419  (traced)
+    return t if known else torch.nn.functional.pad(t, pads)
 
 
 def _fp32_scales(cast: Cast | None) -> bool:

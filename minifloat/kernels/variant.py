@@ -84,8 +84,11 @@ class Launch(NamedTuple):
         which codes those are then, and the ptxas of Triton 3.6 (12.8) packs pairs of the code of
         one known number wrongly: F2FP merges it with a register that nobody set.
         """
-        if args.get("PAD", 1) != 1 and any(args.get(size) == 1 for size in SIZES):
-            fn = _of_any_size(fn)
+        if args.get("PAD", 1) != 1:
+            if "PAD" not in fn.arg_names:
+                raise ValueError(f"{fn.fn.__name__}: PAD {args['PAD']}; it writes no zeros")
+            if any(args.get(size) == 1 for size in SIZES):
+                fn = _of_any_size(fn)
         return Launch(fn, programs, {name: args[name] for name in fn.arg_names}, config)
 
     def partials(self) -> tuple[Tensor, int]:

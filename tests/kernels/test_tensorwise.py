@@ -26,6 +26,7 @@ from minifloat.formats import E4M3, E5M2, Cast, Element, Scale, find_format, rup
 
 pytest.importorskip("triton")
 from minifloat.kernels import tensorwise  # noqa: E402
+from minifloat.kernels.variant import Launch  # noqa: E402
 
 
 def check_amax(shape: tuple[int, int], dtype: torch.dtype, plain: bool = False) -> None:
@@ -194,6 +195,23 @@ def test_casts_replay_in_a_cuda_graph() -> None:
     assert_codes(row, expected)
     assert_codes(col, expected.t())
     assert_exact(scale_inv, inverse)
+
+
+@pytest.mark.parametrize("shape", [(1, 17), (17, 1), (17, 17)])
+def test_a_size_of_one_is_not_compiled_in_where_zeros_follow(shape: tuple[int, int]) -> None:
+    x, code, one = (
+        torch.empty(s, dtype=t, device="meta")
+        for s, t in ((shape, torch.bfloat16), ((1,), torch.uint8), ((1,), torch.float32))
+    )
+    for pad in (1, 16):
+        launch = tensorwise._cast(x, E4M3, code, None, one, source=one, scaled=True, pad=pad)
+        known = {p.name for p in launch.fn.params if p.do_not_specialize}
+        assert known == ({"n", "M", "K"} if pad == 16 and 1 in shape else {"n"})
+
+
+def test_a_kernel_that_writes_no_zeros_is_refused() -> None:
+    with pytest.raises(ValueError, match="amax_kernel: PAD 16"):
+        Launch.of(tensorwise.amax_kernel, 1, {"PAD": 16}, tensorwise.CONFIGS["amax"])
 
 
 def test_interpreted() -> None:
