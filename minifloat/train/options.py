@@ -113,9 +113,11 @@ class Options:
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree on: all that decides the numbers of a step."""
-        names = ("preset", "steps", "batch_size", "lr", "seed", "compile", "compile_blocks")
-        more = ("backend", "deterministic", "tokenizer", "vocab_size", "experts", "top_k")
-        return {name: getattr(self, name) for name in names + more}
+        names = ("preset", "steps", "batch_size", "lr", "seed", "compile", "backend")
+        more = ("tokenizer", "vocab_size", "experts", "top_k")
+        flags = ("compile_blocks", "deterministic")  # unasked for is off, once a machine is known
+        asked = {name: getattr(self, name) for name in names + more}
+        return asked | {name: bool(getattr(self, name)) for name in flags}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
