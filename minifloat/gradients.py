@@ -94,9 +94,10 @@ def _backward(  # noqa: PLR0913
     sums = [x.sum(0, dtype=torch.float32).to(dtype)] if dbias else []
     cast = _values if as_values else _cast
     made = cast(x, row, col, seed, scale, amax)
+    del x
     if act is not None:
-        x = producers._produce(p.activation(), inputs[:1], dtype)
-        made += cast(x, None, act, seed, act_scale, None, act_amax)
+        y = producers._produce(p.activation(), inputs[:1], dtype)
+        made += cast(y, None, act, seed, act_scale, None, act_amax)
     return [*made, *sums]
 
 

@@ -54,7 +54,7 @@ CONFIGS = {
     "e8m0_words_both_128": Config(32, 128, 2),  # where K is no multiple of 256
     "e8m0_square": Config(32, 256, 4),
     "e8m0_fake": Config(32, 128, 4),
-    "e8m0_words_fake": Config(32, 128, 4),
+    "e8m0_words_fake": Config(32, 128, 4),  # 16384x14336: 352 us, copy_ of the bytes 334
     "e8m0_words_fake_128": Config(32, 128, 4),
 }
 # A tile of a padded E8M0 scale matrix holds 128 rows and the scales of 128 elements.

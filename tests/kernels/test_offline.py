@@ -32,6 +32,8 @@ NO_KERNELS = {"entry", "produce_entry", "ragged_entry", "variant"}
 MAY_SPILL: dict[str, int] = {
     # The ptxas of Triton 3.6, partial tiles: 4 of 255 registers' worth. Triton 3.9's spills none.
     r"^blocks-mxfp8_e4m3_both_bf16_4097x4000-sm100": 32,
+    # Some versions of ptxas stay below a number of registers that suits more warps: one too few.
+    r"^gradient_e8m0-(values_reglu_sums|only_codes_swiglu)_bf16_4096x4096-": 8,
     # Whole rows in registers, by some versions of ptxas: 3 and 6 of 255.
     r"^norm-(amax_layer_bf16_4000|backward_add_layer_bf16_20480)-sm90": 24,
 }
@@ -46,8 +48,8 @@ IN_CI = re.compile(
     | ^produce-(scaled|1x128)_both_(swiglu|layernorm)_bf16_4100x4096-  # in words
     | ^activation_grad-(value|amax|scaled)_swiglu_bf16_4097x4000-
     | ^activation_grad-(scaled|1x128)_swiglu_sums_bf16_4100x4096-  # in words
-    | ^produce_e8m0-(kept|codes)_both_(swiglu|layernorm)_bf16_4097x4096-
-    | ^gradient_e8m0-(values|codes)_swiglu_sums_bf16_4097x4096-
+    | ^produce_e8m0-kept_both_layernorm_bf16_4097x4096-
+    | ^gradient_e8m0-values_swiglu_sums_bf16_4097x4096-
     | ^norm-(amax|backward_add)_layer_bf16_(4000|20480)-
     | finish-
     | ^members-

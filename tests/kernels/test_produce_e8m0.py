@@ -138,6 +138,4 @@ if __name__ == "__main__":
     assert INTERPRETED and DEVICE == "cpu"
     check("swiglu", (36, 128), MX, "both", "kept")
     check("layer_norm", (36, 128), MX, "both", "codes")
-    check("rms_norm", (128, 128), MX, "both", "values")
-    check("gelu", (36, 128), E5M2, "row", "values")
-    check("clamped_swiglu", (36, 128), MX, "col", "codes")
+    check("rms_norm", (128, 128), E5M2, "col", "values")
