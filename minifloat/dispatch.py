@@ -398,11 +398,12 @@ def _dequantize(
     stored = (k, m) if col and cast.format.col_transposed else (m, k)
     if element is not None and element.per_byte == 2:
         stored = (stored[0], rup(stored[1], 2) // 2)
-    data2 = data.reshape(stored)
+    roomy = data.dim() == 2 and data.numel() > math.prod(stored)
+    data2 = data[: stored[0], : stored[1]] if roomy else data.reshape(stored)
     kernels = _kernels(data, cast)
     if kernels is not None:
         out = _empty(data, (m, k), dtype)
-        kernels.dequantize(data2.contiguous(), scale, amax, cast, out, col=col)
+        kernels.dequantize(matrix(data2), scale, amax, cast, out, col=col)
     else:
         out = reference.dequantize(data2, scale, amax, cast, (m, k), dtype, col=col)
     return _compact(out, shape)

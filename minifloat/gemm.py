@@ -371,11 +371,8 @@ def values(o: Operand, dtype: torch.dtype) -> Tensor:
         return reference.unscaled(data, scale, o.cast, o.columns, col=o.viewed).to(dtype)
     cast = o.cast.replace(hadamard=-1)  # values stay in the transformed domain
     amax = None if o.amax is None else _unit(o)
-    data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.codes, o.scale)  # type: ignore[union-attr]
+    data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.data, o.scale)  # type: ignore[union-attr]
     r = o.height
-    if o.rows is not None and fmt.scale_transposed:
-        rows, columns = fmt.scale_shape(r, o.columns)
-        scale = scale[:rows, :columns].contiguous()  # type: ignore[index]  # as it is without room
     shape = (o.columns, r) if o.viewed else (r, o.columns)
     made = dispatch.dequantize(data, scale, amax, cast, shape, dtype, col=o.viewed)
     return made.t() if o.viewed else made

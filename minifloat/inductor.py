@@ -88,7 +88,7 @@ def _roomy(t: Tensor, shape: Sequence[int]) -> Tensor:
     if t.dim() != 2:
         return t
     pads = (0, shape[1] - t.shape[1], 0, shape[0] - t.shape[0])
-    known = all([isinstance(n, int) and n == 0 for n in pads])  # noqa: C419  (traced)
+    known = all(isinstance(n, int) and n == 0 for n in pads)
     return t if known else torch.nn.functional.pad(t, pads)
 
 

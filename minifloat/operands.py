@@ -39,12 +39,12 @@ def operands(  # noqa: PLR0913  (one call, many recipes)
     """(row, column) operands of `x[M, K]`; None stays None.
 
     `live` casts with a given scale. `keep_col` asks for a column copy to be saved: codes, where a
-    GEMM to come could do with values; `keep_row` for such a row copy, without room: it is decoded.
+    GEMM to come could do with values; `keep_row` for such a row copy, to be decoded.
     `keep_amax` keeps the amax of a tensor-wide scale in the operands (with `live`, the scale),
     `amax` is one that was kept. `after` is what a graph must have before it runs this.
     """
     if live is not None:
-        return _scaled(x, row, col, live, keep_row, keep_amax, after)
+        return _scaled(x, row, col, live, keep_amax, after)
     rest = (keep_row, keep_amax, amax, after)
     if row is None or col is None or one_call(row, col):
         return _cast(x, row, col, seed, keep_col, *rest)
@@ -154,12 +154,11 @@ def _scaled(
     row: Cast | None,
     col: Cast | None,
     live: Live,
-    keep_row: bool,
     keep: bool,
     after: Tensor | None,
 ) -> tuple[Operand | None, Operand | None]:
     m, k = x.shape
-    wide = (row, col) if keep_row else _roomy(row, col, m, x.device)
+    wide = _roomy(row, col, m, x.device)
     cast = wide[0] if wide[0] is not None else wide[1]
     assert cast is not None
     front: Any = producers if isinstance(x, Lazy) else dispatch
@@ -222,10 +221,9 @@ def _cast(  # noqa: PLR0913
     if as_values:
         made = front.fake_quantize(x, row, col, keep_col=keep_col, seed=seed, after=after)
         return _of_values(made, row, col, m, k, keep_col)
-    wide = (row, col) if keep_row and row is not None else _roomy(row, col, m, x.device)
     made = front.quantize(
         x,
-        *wide,
+        *_roomy(row, col, m, x.device),
         row_amax=amax,
         col_amax=amax,
         seed=seed,

@@ -191,6 +191,21 @@ def test_room_changes_no_bit(
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["current", "block"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_operands_that_are_decoded_later_have_room_too(
+    name: str, sizes: tuple[int, int, int], products: Products, copies: Copies
+) -> None:
+    m, k, n = sizes
+    made = type(RECIPES[name]())(backward_override="dequantized")
+    got = step(layer_of(k, n), input_of(m, k), made)
+    assert products.made == 1 and not copies.seen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "is_native", lambda c, device: False)
+        expected = step(layer_of(k, n), input_of(m, k), made)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_results_can_be_changed_in_place(name: str, products: Products) -> None:
     """Though the product of an operand with more rows has them too."""

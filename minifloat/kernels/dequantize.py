@@ -27,11 +27,13 @@ _E2M1 = tl.constexpr(2.0**126)
 
 
 @triton.jit
-def load_codes(data, o_r, i_c, R, B, PACKED: tl.constexpr, EVEN: tl.constexpr, BC: tl.constexpr):
+def load_codes(
+    data, o_r, i_c, R, B, pitch, PACKED: tl.constexpr, EVEN: tl.constexpr, BC: tl.constexpr
+):
     """Codes `[BR, BC]` of an operand of B bytes a row; PACKED: two per byte, the first one low."""
     PER: tl.constexpr = 2 if PACKED else 1
     o_b = i_c * (BC // PER) + tl.arange(0, BC // PER)
-    b_q = load_tile(data, o_r, o_b, R, B, B, EVEN)  # [BR, BC/PER]
+    b_q = load_tile(data, o_r, o_b, R, B, pitch, EVEN)  # [BR, BC/PER]
     if PACKED:
         b_q = tl.reshape(tl.join(b_q & 15, b_q >> 4), (o_r.shape[0], BC))
     return b_q
@@ -53,6 +55,7 @@ def dequantize_kernel(
     R,
     C,
     B,
+    pitch,
     stride_r,
     stride_c,
     KIND: tl.constexpr,
@@ -69,9 +72,9 @@ def dequantize_kernel(
 ):
     """`out = element * scale` in fp32, then one cast; `out` is `[R, C]`, or `[C, R]` if TRANSPOSED.
 
-    The data has B bytes a row; element (r, c) has its scale at `r/TR * stride_r + c/TC * stride_c`.
-    KIND: "tensor" (`scale[0]`), "f32", "e8m0", or "e4m3", whose scale is
-    `(byte * amax) * FACTOR` with one amax for the tensor or (ROW_SCALED) for each row.
+    The data has B bytes a row, rows start `pitch` apart; element (r, c) has its scale at
+    `r/TR * stride_r + c/TC * stride_c`. KIND: "tensor" (`scale[0]`), "f32", "e8m0", or "e4m3",
+    whose scale is `(byte * amax) * FACTOR` with one amax for the tensor or (ROW_SCALED) each row.
     """
     i_t = tl.program_id(0)
     n_c = tl.cdiv(C, BC)
@@ -79,7 +82,7 @@ def dequantize_kernel(
     i_c = (i_t % n_c).to(tl.int64)
     o_r = i_r * BR + tl.arange(0, BR)
     o_c = i_c * BC + tl.arange(0, BC)
-    b_q = load_codes(data, o_r, i_c, R, B, KIND == "e4m3", EVEN, BC)  # [BR, BC]
+    b_q = load_codes(data, o_r, i_c, R, B, pitch, KIND == "e4m3", EVEN, BC)  # [BR, BC]
     b_v = decode4(b_q) if KIND == "e4m3" else decode(b_q, TYPE)
     if KIND == "tensor":
         b_v = b_v * tl.load(scale)
@@ -112,7 +115,11 @@ def dequantize_kernel(
 def dequantize(
     data: Tensor, scale: Tensor, amax: Tensor | None, cast: Cast, out: Tensor, *, col: bool
 ) -> None:
-    """Stored buffers of one direction -> `out[M, K]`, all contiguous: `reference.dequantize`."""
+    """Stored buffers of one direction -> `out[M, K]`, contiguous: `reference.dequantize`.
+
+    Rows of codes, and of scales that have a number for each row of codes, may have room at their
+    end.
+    """
     if out.numel() > 0:
         _dequantize(data, scale, amax, cast, out, col).run()
 
@@ -133,6 +140,9 @@ def _dequantize(
     config = config or CONFIGS["transposed" if transposed else "straight"]
     r, c = (out.shape[1], out.shape[0]) if transposed else (out.shape[0], out.shape[1])
     (tr, tc), (stride_r, stride_c) = _scale_layout(fmt, col, r, c)
+    if fmt.scale_transposed and scale.dim() == 2:
+        stride_c = scale.shape[1]
+    width = cdiv(c, fmt.element.per_byte)
     args = {
         "data": data,
         "scale": scale,
@@ -140,7 +150,8 @@ def _dequantize(
         "out": out,
         "R": r,
         "C": c,
-        "B": cdiv(c, fmt.element.per_byte),
+        "B": width,
+        "pitch": data.stride(0) if data.dim() == 2 and data.shape[0] > 1 else width,
         "stride_r": stride_r,
         "stride_c": stride_c,
         "KIND": _kind(fmt),

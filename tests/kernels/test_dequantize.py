@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from _cases import DEVICE, assert_exact, buffer, inputs, on_device, run_interpreted
+from torch import Tensor
 
 from minifloat import reference
 from minifloat.formats import E5M2, FORMATS, Cast
+from minifloat.layout import parts
 
 pytest.importorskip("triton")
 from minifloat.kernels import dequantize  # noqa: E402
@@ -24,8 +28,21 @@ def check(
         expected = reference.dequantize(data, scale, amax, cast, shape, dtype, col=col)
         out = buffer(expected)
         stored = [None if t is None else on_device(t.contiguous()) for t in (data, scale, amax)]
+        if cast.room[0] != 1:
+            described = parts(shape, None if col else cast, cast if col else None)
+            stored[:2] = [among(t, p.shape) for t, p in zip(stored[:2], described, strict=True)]
         dequantize(*stored, cast, out, col=col)
         assert_exact(out, expected)
+
+
+def among(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """`t` with garbage after it, up to a shape; of codes, without."""
+    if t.dim() != 2:
+        return t
+    wide = buffer(torch.empty(shape, dtype=t.dtype))
+    assert wide is not None
+    wide[: t.shape[0], : t.shape[1]] = t
+    return wide if t.dtype is torch.float32 else wide[: t.shape[0], : t.shape[1]]
 
 
 def check_every_code(cast: Cast) -> None:
@@ -65,6 +82,14 @@ def test_other_dtypes(name: str, dtype: torch.dtype, col: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("col", [False, True])
+@pytest.mark.parametrize("shape", [(17, 1), (1, 17), (100, 127)])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_1x128", "fp8_e4m3_128x128"])
+def test_room_is_not_read(name: str, shape: tuple[int, int], col: bool) -> None:
+    check(shape, torch.bfloat16, Cast(name, room=(16, 0)), col)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("col", [False, True])
 @pytest.mark.parametrize("scale_max", [256, 448])
 def test_nvfp4_options(scale_max: int, col: bool) -> None:
     check((100, 127), torch.bfloat16, Cast("nvfp4", row_scaled=True, scale_max=scale_max), col)
@@ -95,3 +120,6 @@ if __name__ == "__main__":
     for col in (False, True):
         check((130, 70), torch.float32, Cast("nvfp4", row_scaled=True), col, plain=True)
     check((64, 256), torch.bfloat16, Cast("mxfp8_e4m3"), True, plain=True)
+    for name in ("fp8_e4m3", "fp8_e4m3_1x128", "fp8_e4m3_128x128"):
+        check((66, 71), torch.float32, Cast(name, room=(16, 0)), True, plain=True)
+        check((66, 71), torch.float32, Cast(name, room=(16, 0)), False, plain=True)
