@@ -315,16 +315,19 @@ def _names(row: Cast | None, col: Cast | None, keep_col: bool | None = None) -> 
 
     Remembered: casts are interned, so their ids stand for them.
     """
+    if torch.compiler.is_compiling():
+        return _find_names(row, col, keep_col)
     key = (id(row), id(col), keep_col)
-    found = None if torch.compiler.is_compiling() else _NAMES.get(key)
+    found = _NAMES.get(key)
     if found is None:
-        if keep_col is None:
-            found = part_names(row, col)
-        else:
-            found = tuple(p.name for p in value_parts((1, 1), row, col, keep_col))
-        if not torch.compiler.is_compiling():
-            _NAMES[key] = found
+        found = _NAMES[key] = _find_names(row, col, keep_col)
     return found
+
+
+def _find_names(row: Cast | None, col: Cast | None, keep_col: bool | None) -> tuple[str, ...]:
+    if keep_col is None:
+        return part_names(row, col)
+    return tuple(p.name for p in value_parts((1, 1), row, col, keep_col))
 
 
 def _of_values(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from minifloat import dispatch, norms, opaque, producers
+from minifloat import dispatch, norms, opaque, producers, reference
+from minifloat.core.linear import stored
 from minifloat.formats import HADAMARD_SIGN_MASK, Cast, Operand
 from minifloat.operands import activation_backward, operands
 from minifloat.producer import ACTIVATIONS, activation, columns
@@ -329,6 +330,72 @@ def test_compiled_is_eager_and_compiles_once(device: str) -> None:
     assert counter.frame_count == 1
 
 
+def emulated(h: Tensor, dy: Tensor, x: Tensor, gamma: Tensor, seed: Tensor) -> Any:
+    """All fronts, over casts whose values are multiplied."""
+    p, out = activation("swiglu"), []
+    _, rstd = norms.norm_stats(x, 1e-5, rms=True)
+    norm, lazy = producers.normalized(x, None, rstd, gamma), producers.activated(h, p)
+    for row, col, act in (RECIPES["mxfp8"], RECIPES["nvfp4"]):
+        for keep in (False, True):
+            out += tensors(operands(norm, act, act, keep_col=keep))
+            out += tensors(operands(lazy.value(), act, act, keep_col=keep))
+        out += tensors(operands(lazy, act, None))
+        out += tensors(activation_backward(h, dy, p, row, col, act, seed=seed, dbias=True))
+        out += tensors(activation_backward(h, dy, p, None, col, None, seed=seed))
+    return out
+
+
+@pytest.fixture
+def emulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device multiplies values of the formats that an H200 does not know."""
+    monkeypatch.setattr(
+        "minifloat.operands._as_values", lambda cast, device: cast.layout[6] is not torch.float32
+    )
+
+
+@pytest.mark.usefixtures("emulates")
+@pytest.mark.parametrize("name", PRODUCERS)
+@pytest.mark.parametrize("cast", CASTS[4:], ids=lambda c: c.format_name)
+def test_values_of_what_is_produced(name: str, cast: Cast) -> None:
+    lazy = PRODUCERS[name](20, 68, "cpu")
+    x = lazy.value()
+    for keep in (False, True):
+        row, col = operands(lazy, cast, cast, keep_col=keep)
+        assert_equal((row, col), operands(x, cast, cast, keep_col=keep))
+        assert row is not None and col is not None and row.data.dtype is BF16
+        assert_bits([row.data], [reference.fake_quantize(x, cast)])
+        if keep:
+            expected = reference.quantize(x, cast, col=True)[:2]
+            assert_bits(list(stored(col)[:2]), list(expected))
+        else:
+            assert_bits([stored(col)[0]], [reference.fake_quantize(x, cast, col=True)])
+
+
+@pytest.mark.usefixtures("emulates")
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_activation_backward_to_values(recipe: str) -> None:
+    (row, col, act), p = RECIPES[recipe], activation("swiglu")
+    h, dy = wide(20, 68), wide(20, 34, seed=1)
+    d, y = producers.activation_gradient(h, dy, p).value(), producers.activated(h, p).value()
+    *made, db = activation_backward(h, dy, p, row, col, act, seed=SEED, dbias=True)
+    expected = (*operands(d, row, col, seed=SEED), operands(y, None, act, seed=SEED)[1])
+    assert_equal(made, expected)
+    assert_bits([db], [d.sum(0, dtype=torch.float32).to(BF16)])
+    assert all(o.data.dtype is BF16 for o in made)
+
+
+@needs_ops
+@pytest.mark.usefixtures("emulates")
+def test_compiled_values_are_eagers_and_compile_once() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(emulated, fullgraph=True, backend=counter, dynamic=True)
+    for m in (130, 257):
+        given = (*arguments(m)[:4], SEED)
+        assert_bits(run(*given), emulated(*given))
+    assert counter.frame_count == 1
+
+
 @needs_ops
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_fakes_promise_what_comes(name: str) -> None:
@@ -340,6 +407,8 @@ def test_fakes_promise_what_comes(name: str) -> None:
         made = [again.value()]
         for cast in CASTS:
             made += producers.quantize(again, cast, cast)
+        for keep in (False, True):
+            made += producers.fake_quantize(again, CASTS[4], CASTS[4], keep_col=keep)
         return made
 
     inputs = [t for t in lazy.inputs if t is not None]
