@@ -17,6 +17,7 @@ __all__ = [
     "capability",
     "device_name",
     "is_current",
+    "processors",
     "reference_only",
     "replays",
     "runs_kernels",
@@ -88,6 +89,14 @@ def shared_memory(device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)
     # Builds that do not tell have it at the least for what we run on: sm_90's.
     return int(getattr(properties, "shared_memory_per_block_optin", 227 << 10))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; of any other, those of an H200."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def capability(device: torch.device | str) -> int | None:

@@ -21,6 +21,7 @@ __all__ = [
     "TYPES",
     "activate",
     "differentiate",
+    "differentiated_words",
     "in_words",
     "load_four",
     "load_pairs",
@@ -159,6 +160,17 @@ def differentiate(
             dl = tl.where(tl.abs(b_l) > LIMIT, 0.0, dl)
         y = f * b_m
     return dg, dl, y
+
+
+@triton.jit
+def differentiated_words(
+    b_g, b_l, b_d, FN: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
+    CLIP: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Words of dg, dl and y."""
+    dg0, dl0, y0 = differentiate(low(b_g), low(b_l), low(b_d), FN, GATED, ALPHA, CLIP, OFFSET)
+    dg1, dl1, y1 = differentiate(high(b_g), high(b_l), high(b_d), FN, GATED, ALPHA, CLIP, OFFSET)
+    return pack2(dg0, dg1), pack2(dl0, dl1), pack2(y0, y1)
 
 
 @triton.jit

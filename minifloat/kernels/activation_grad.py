@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ..formats import FP32_MAX, Cast, Scale, cdiv
 from ..producer import ACTIVATIONS, Producer, activation
+from . import gradient_blocks
 from ._blocks_device import ABS2, store_words, word_scales
 from ._device import FP8, abs_bits, encode, high, low, max2, reduce2
-from ._produce_device import differentiate, in_words, load_four, numbers, pack2
+from ._produce_device import differentiate, differentiated_words, in_words, load_four, numbers
 from .produce import amax_launch, partial_amax, tile
 from .sums import column_sums
 from .tensorwise import PARTIALS, find_scale, store_scaled
@@ -30,7 +31,8 @@ from .variant import Config, Launch, Variant
 __all__ = ["backward", "fuses_backward", "value", "variants"]
 
 # H200, gradient of SwiGLU into 1x128 blocks with its column copy, 16384x14336: 16 warps 1120 us, 8
-# warps 1240. With sums 16 warps spill. The others are not tuned.
+# warps 1240, and 847 by `gradient_blocks`, which takes most of these. With sums 16 warps spill. The
+# others are not tuned.
 CONFIGS = {
     "value": Config(1, 2048, 4),
     "amax": Config(1, 2048, 4),
@@ -177,17 +179,6 @@ def store_half(
 
 
 @triton.jit
-def differentiated_words(
-    b_g, b_l, b_d, FN: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
-    CLIP: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Words of dg, dl and y."""
-    dg0, dl0, y0 = differentiate(low(b_g), low(b_l), low(b_d), FN, GATED, ALPHA, CLIP, OFFSET)
-    dg1, dl1, y1 = differentiate(high(b_g), high(b_l), high(b_d), FN, GATED, ALPHA, CLIP, OFFSET)
-    return pack2(dg0, dg1), pack2(dl0, dl1), pack2(y0, y1)
-
-
-@triton.jit
 def max_words(w0, w1, w2, w3):
     return max2(max2(w0 & ABS2, w1 & ABS2), max2(w2 & ABS2, w3 & ABS2))
 
@@ -213,11 +204,11 @@ def store_word_tile(
     if TILED:
         r0, r1, r2, r3, c0, c1 = word_scales(
             w0, w1, w2, w3, row_scale, col_scale, eps, i_m, i_k, M, K,
-            SQUARE, ROW, COL, ROW, COL, LIMIT, INF, POW2, EVEN,
+            SQUARE, ROW, COL, ROW, COL, LIMIT, INF, POW2, False, EVEN,
         )  # fmt: skip
     store_words(
         w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K, ROW, COL, LIMIT, TYPE,
-        EVEN, BM,
+        False, EVEN, BM,
     )  # fmt: skip
 
 
@@ -412,6 +403,8 @@ def _backward(
         "INF": torch.finfo(dtype).max if d.tiled else FP32_MAX, "PARTIALS": PARTIALS,
         **tile(config, m, f, dtype),
     }  # fmt: skip
+    if gradient_blocks.fits(args, args["h"].device):
+        return gradient_blocks.launch(args, args["h"].device)
     return Launch.of(fn, config.tiles(m, f), args, config)
 
 
