@@ -92,7 +92,9 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a CUDA device has."""
+    """How many multiprocessors a CUDA device has; of any other, those of an H200."""
+    if device.type != "cuda":
+        return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -20,15 +20,10 @@ from torch import Tensor
 from ..formats import FP32_MAX, Cast, Scale, cdiv
 from ..layout import pad
 from ..producer import ACTIVATIONS, Producer, activation
+from . import gradient_blocks
 from ._blocks_device import ABS2, store_words, word_scales
 from ._device import FP8, abs_bits, encode, high, low, max2, padded, reduce2
-from ._produce_device import (
-    differentiate,
-    differentiated_words,
-    in_words,
-    load_four,
-    numbers,
-)
+from ._produce_device import differentiate, differentiated_words, in_words, load_four, numbers
 from .produce import amax_launch, partial_amax, tile
 from .sums import column_sums
 from .tensorwise import PARTIALS, find_scale, store_scaled
@@ -37,7 +32,8 @@ from .variant import Config, Launch, Variant
 __all__ = ["arguments", "backward", "fuses_backward", "value", "variants"]
 
 # H200, gradient of SwiGLU into 1x128 blocks with its column copy, 16384x14336: 16 warps 1120 us, 8
-# warps 1240. With sums 16 warps spill. The others are not tuned.
+# warps 1240, and 847 by `gradient_blocks`, which takes most of these. With sums 16 warps spill. The
+# others are not tuned.
 CONFIGS = {
     "value": Config(1, 2048, 4),
     "amax": Config(1, 2048, 4),
@@ -214,11 +210,11 @@ def store_word_tile(
     if TILED:
         r0, r1, r2, r3, c0, c1 = word_scales(
             w0, w1, w2, w3, row_scale, col_scale, eps, i_m, i_k, M, K,
-            SQUARE, ROW, COL, ROW, COL, LIMIT, INF, POW2, EVEN, PAD,
+            SQUARE, ROW, COL, ROW, COL, LIMIT, INF, POW2, False, EVEN, PAD,
         )  # fmt: skip
     store_words(
         w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K, ROW, COL, LIMIT, TYPE,
-        EVEN, BM, PAD,
+        False, EVEN, BM, PAD,
     )  # fmt: skip
 
 
@@ -417,6 +413,8 @@ def _backward(
         "PAD": pad(d, m, f),
         **tile(config, m, f, dtype),
     }  # fmt: skip
+    if gradient_blocks.fits(args, args["h"].device):
+        return gradient_blocks.launch(args, args["h"].device)
     return Launch.of(fn, config.tiles(m, f), args, config)
 
 

@@ -113,11 +113,11 @@ def words_kernel(
     w3 = tl.load(p_x + 3 * (stride // 2))
     r0, r1, r2, r3, c0, c1 = word_scales(
         w0, w1, w2, w3, row_scale, col_scale, eps, i_m, i_k, M, K,
-        SQUARE, True, True, ROW_SCALE, COL_SCALE, LIMIT, INF, POW2, True,
+        SQUARE, True, True, ROW_SCALE, COL_SCALE, LIMIT, INF, POW2, POW2 and not SQUARE, True,
     )  # fmt: skip
     store_words(
         w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K, True, True, LIMIT, TYPE,
-        True, 128,
+        POW2 and not SQUARE, True, 128,
     )  # fmt: skip
 
 
@@ -442,6 +442,9 @@ def variants() -> Iterator[Variant]:
                     if sample.x.shape[0] % cast.pad:
                         wide = cast.replace(room=(cast.pad, 0))
                         yield Variant.of(f"roomy_{name}", _f32(sample.x, wide, *r, *c))
+                    if _words(sample.x, r[0], c[0]):  # scales in words, too
+                        launch = _f32(sample.x, cast.replace(pow2=True), *r, *c)
+                        yield Variant.of(f"pow2_{name}", launch)
                     continue
                 yield Variant.of(name, _e8m0(sample.x, cast, *r, *c))
                 v, w = value if row else None, value if col else None

@@ -42,7 +42,7 @@ MAY_SPILL: dict[str, int] = {
 IN_CI = re.compile(
     r"""
     ^(tensorwise|blocks|dequantize|fp4_amax)-(?!.*e5m2).*bf16_4097x4000-
-    | ^blocks-(fp8_e4m3_1x128|mxfp8_e4m3)_both_bf16_4096x4096-  # whole tiles: in words
+    | ^blocks-((pow2_)?fp8_e4m3_1x128|mxfp8_e4m3)_both_bf16_4096x4096-  # whole tiles: in words
     | ^(transpose|swizzle|delayed|sums)-
     | ^produce-(value|amax|scaled_both)_(swiglu|layernorm)_bf16_4097x4000-
     | ^produce-(scaled|1x128)_both_(swiglu|layernorm)_bf16_4100x4096-  # in words
@@ -50,6 +50,7 @@ IN_CI = re.compile(
     | ^activation_grad-(scaled|1x128)_swiglu_sums_bf16_4100x4096-  # in words
     | ^produce_e8m0-kept_both_layernorm_bf16_4097x4096-
     | ^gradient_e8m0-values_swiglu_sums_bf16_4097x4096-
+    | ^gradient_blocks-gate_swiglu_e4m3_y_bf16_4096x4096-
     | ^norm-(amax|backward_add)_layer_bf16_(4000|20480)-
     | finish-
     | ^members-
