@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minifloat import dispatch
 from minifloat.formats import FORMATS, HADAMARD_SIGN_MASK, Cast, Format, rup
-from minifloat.layout import Part, parts
+from minifloat.layout import Part, parts, value_parts
 
 __all__ = ["CASES", "SHAPES", "Call", "Case"]
 
@@ -41,12 +41,12 @@ class Case:
     row: Cast | None
     col: Cast | None
     reads: int = 1  # of the source
-    keep_col: bool = False  # fake_quantize: the packed column copy as well
+    keep_col: bool = False  # fake_quantize: the column copy is codes, to be saved
 
     @property
     def direction(self) -> str:
-        named = "+".join(n for n, c in (("row", self.row), ("col", self.col)) if c is not None)
-        return named + ("+packed" if self.keep_col else "")
+        of_col = "packed" if self.keep_col else "col"
+        return "+".join(n for n, c in (("row", self.row), (of_col, self.col)) if c is not None)
 
     @property
     def id(self) -> str:
@@ -76,16 +76,8 @@ def _bytes_dequantize(case: Case, shape: Shape, dtype: torch.dtype) -> int:
 
 
 def _bytes_fake(case: Case, shape: Shape, dtype: torch.dtype) -> int:
-    m, k = shape
-    total = _source(case, shape, dtype)
-    out = torch.bfloat16.itemsize
-    if case.row is not None:
-        total += m * case.row.format.columns(k, case.row.transforms) * out
-    if case.col is not None:
-        total += case.col.format.columns(m, case.col.transforms) * k * out
-    packed = parts(shape, None, case.col) if case.keep_col else []
-    amaxes = [p for p in parts(shape, case.row, case.col) if p.name.endswith("amax")]
-    return total + _size([p for p in packed if not p.name.endswith("amax")] + amaxes)
+    made = value_parts(shape, case.row, case.col, case.keep_col)
+    return _source(case, shape, dtype) + _size(made)
 
 
 def _bytes_transpose(case: Case, shape: Shape, dtype: torch.dtype) -> int:

@@ -52,7 +52,7 @@ def test_bytes_are_what_tensors_hold(
         ("quantize/mxfp8_e4m3/row+col", 128 + 2 * (64 + 2)),
         ("quantize/mxfp8_e4m3_32x32/row", 128 + 64 + 2),
         ("quantize/nvfp4/row+col", 2 * 128 + 2 * (32 + 4)),
-        ("fake_quantize/mxfp8_e4m3/row+col+packed", 128 + 2 * 128 + 64 + 2),
+        ("fake_quantize/mxfp8_e4m3/row+packed", 128 + 128 + 64 + 2),
         ("dequantize/nvfp4/row", 32 + 4 + 128),
         ("transpose/fp8_e4m3/row", 2 * 64),
         ("swizzle/mxfp8_e4m3/row", 2 * 2),
