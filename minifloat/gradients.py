@@ -21,6 +21,7 @@ from .library import op as _op
 from .library import traced as _traced
 from .producer import Producer
 from .producers import CAST, OF, Lazy
+from .sums import column_sums
 
 __all__ = ["Given", "activation_backward"]
 
@@ -91,7 +92,7 @@ def _backward(  # noqa: PLR0913
         return [*out.values(), *act_out.values(), *([] if db is None else [db])]
     scale, amax, act_scale, act_amax, seed = given
     x = producers._produce(p, inputs, dtype)
-    sums = [x.sum(0, dtype=torch.float32).to(dtype)] if dbias else []
+    sums = [column_sums(x, dtype)] if dbias else []
     cast = _values if as_values else _cast
     made = cast(x, row, col, seed, scale, amax)
     del x
