@@ -1,7 +1,8 @@
 """Sums over rows: of a matrix, or of partial sums that many programs left, in one order.
 
-No atomics: the order, and so the result, is the same every time. aten's sum of a bf16 [2048, 3072]
-over its rows takes 14 us on an H200, and that of [4096, 4096] 25.
+No atomics: the order, and so the result, is the same every time. H200, us, bf16, and aten's sum:
+[2048, 768] 4.5 (8.4), [2048, 3072] 4.5 (9.6), [4096, 4096] 8.2 (17.0), [16384, 768] 7.4 (25.3),
+[16384, 4096] 50.3 (47.0).
 """
 
 from __future__ import annotations
