@@ -17,6 +17,7 @@ __all__ = [
     "capability",
     "device_name",
     "is_current",
+    "multiprocessors",
     "reference_only",
     "replays",
     "runs_kernels",
