@@ -232,8 +232,9 @@ def inverse2(b_s):
             _INVERSE2, "=r,r", [b_s], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        lower = tl.maximum(_TOP - (b_s & _LOWER), _LEAST)
-        out = lower | (tl.maximum(_TOP - ((b_s >> 16) & _LOWER), _LEAST) << 16)
+        # The number last: the interpreter of Triton 3.7 takes no constant less a tensor.
+        lower = tl.maximum(-(b_s & _LOWER) + _TOP, _LEAST)
+        out = lower | (tl.maximum(-((b_s >> 16) & _LOWER) + _TOP, _LEAST) << 16)
     return out
 
 
