@@ -39,7 +39,6 @@ __all__ = [
 HALVED_FROM = tl.constexpr(2.0**-116)
 
 _E2M1_MAX = tl.constexpr(E2M1.max)
-_SIGNS = tl.constexpr(0x88888888 - 2**32)  # the sign bits of eight codes
 _SIGN = tl.constexpr(-(2**31))
 _ROUND = tl.constexpr(1.5 * 2**23)  # adding it rounds to an integer, ties to even
 _BIAS = tl.constexpr(0x4B400000)  # its bits

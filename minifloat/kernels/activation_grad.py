@@ -21,7 +21,7 @@ from ..formats import FP32_MAX, Cast, Scale, cdiv
 from ..layout import pad
 from ..producer import ACTIVATIONS, Producer, activation
 from . import gradient_blocks
-from ._blocks_device import ABS2, store_words, word_scales
+from ._blocks_device import max4, store_words, word_scales
 from ._device import FP8, abs_bits, encode, high, low, max2, padded, reduce2
 from ._produce_device import differentiate, differentiated_words, in_words, load_four, numbers
 from .produce import amax_launch, partial_amax, tile
@@ -185,11 +185,6 @@ def store_half(
 
 
 @triton.jit
-def max_words(w0, w1, w2, w3):
-    return max2(max2(w0 & ABS2, w1 & ABS2), max2(w2 & ABS2, w3 & ABS2))
-
-
-@triton.jit
 def store_word_sums(sums, w0, w1, w2, w3, i_m, i_k, N):
     """Sums of the columns of words into row i_m of `sums[., N]`."""
     b_0 = tl.sum((low(w0) + low(w1)) + (low(w2) + low(w3)), 0)  # [64]
@@ -257,9 +252,9 @@ def words_kernel(  # noqa: PLR0915
     if not TILED:
         top = 0
         if AMAX:
-            b_a = max_words(g0, g1, g2, g3)
+            b_a = max4(g0, g1, g2, g3)
             if GATED:
-                b_a = max2(b_a, max_words(l0, l1, l2, l3))
+                b_a = max2(b_a, max4(l0, l1, l2, l3))
             top = reduce2(tl.reshape(b_a, (BM * 16,)), 0)
             top = tl.maximum(top << 16, top & _UPPER)
         s = find_scale(
