@@ -5,8 +5,8 @@
     python -m benchmarks.linear --device cpu       # the laptop's table
 
 A step is forward and backward of one layer without bias, bf16 (fp32 on a CPU), weights cast at
-every call. Every number is a ratio to `nn.Linear` in the same run: rounds of each provider
-alternate, so both see the same clocks.
+every call. Every number is a ratio to `nn.Linear` in the same run, the median of three rounds in
+which providers alternate. Each runs long enough to come to the clocks that its power lets it keep.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +14,10 @@ from torch import Tensor
 __all__ = ["Steps", "capture", "device_time", "host_time", "memory", "wall_time"]
 
 CUDA: Any = torch.cuda  # much of it is untyped
-WARM = 0.1  # seconds
+# Seconds a step runs before it is timed, and for which it is timed at least. Power sets the clocks:
+# an H200 takes some tenths of a second to come to those at which a training run will go on.
+WARM = 0.4
+LEAST = 0.2
 CAPTURED = 10  # steps in a graph
 
 
@@ -32,12 +36,9 @@ class Steps(Protocol):
 def device_time(step: Callable[[], Any], iterations: int) -> float:
     """Microseconds a step takes on the device, back to back, the host running ahead."""
     start, end = (CUDA.Event(enable_timing=True) for _ in range(2))
-    # Clocks depend on the power of what ran before: let this step set its own.
-    until = time.perf_counter() + WARM
-    while time.perf_counter() < until:
-        for _ in range(4):
-            step()
-        torch.cuda.synchronize()
+    took = _settled(step, iterations)
+    if took > 0:
+        iterations = max(iterations, math.ceil(LEAST / took))
     CUDA._sleep(int(2e6))
     start.record()
     for _ in range(iterations):
@@ -45,6 +46,25 @@ def device_time(step: Callable[[], Any], iterations: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return 1e3 * float(start.elapsed_time(end)) / iterations
+
+
+def _settled(step: Callable[[], Any], batch: int) -> float:
+    """Seconds of a step, once it has run for WARM seconds and set its own clocks.
+
+    The device has a batch to do whenever the host waits: it does not rest.
+    """
+    done = [CUDA.Event(), CUDA.Event()]
+    begin, steps, spent = time.perf_counter(), 0, 0.0
+    while spent < WARM:
+        for _ in range(batch):
+            step()
+        steps += batch
+        done[0].record()
+        done[1].synchronize()  # of the batch before; at once, where there is none
+        done.reverse()
+        spent = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / steps if steps else 0.0
 
 
 def host_time(step: Callable[[], Any], iterations: int) -> float:
