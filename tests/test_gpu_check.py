@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import CASES
+from benchmarks.produced import CASES as PRODUCED
 from minifloat import dispatch, env
 from minifloat.layout import part_names
 from tests.exact import __main__ as command
@@ -306,6 +307,11 @@ def full_result() -> dict[str, Any]:
             "ceilings_after": ceilings,
             "drift": ["DRIFT: copy 2 GiB went from 1 to 2 GB/s"],
         },
+        "produced": {
+            "ok": True,
+            "seconds": 30.0,
+            "rows": [{"case": c.id, "shape": [16384, 14336], **row} for c in PRODUCED],
+        },
         "linear": {
             "ok": True,
             "seconds": 50.0,
@@ -322,13 +328,22 @@ def full_result() -> dict[str, Any]:
                 for recipe in ("bf16 compile", "delayed")
             ],
         },
+        "grouped": {
+            "ok": True,
+            "seconds": 70.0,
+            "rows": [
+                {"shape": "8 x (2048, 4096 -> 4096)", "recipe": "best", "weights": weights}
+                | {"equal": 0.68, "ragged": 1.04, "memory": 1.27}
+                for weights in ("cast", "kept")
+            ],
+        },
     }
 
 
 def test_the_summary_is_short_and_complete() -> None:
     lines = gpu_check.summary(full_result())
     text = "\n".join(lines)
-    assert len(lines) < 64, text
+    assert len(lines) < 90, text
     assert max(len(line) for line in lines) <= 120, text
     for name in ("fp8_e5m2 delayed", "nvfp4 rht+sr", "dequantize nvfp4", "transpose fp8_e4m3"):
         (line,) = (line for line in lines if line.startswith(f"{name} "))
@@ -336,12 +351,16 @@ def test_the_summary_is_short_and_complete() -> None:
     assert any(line.startswith("2048x768x3072 nvfp4") and "0.50" in line for line in lines)
     assert any(line.startswith("8192x8192x28672 delayed") and "0.65" in line for line in lines)
     assert not any("bf16 compile" in line for line in lines)
-    assert lines[-5:] == [
+    assert any(line.startswith("swiglu delayed") and "row+col 100%" in line for line in lines)
+    assert "8 x (2048, 4096 -> 4096) best, weights kept        0.68   1.04   1.27" in lines
+    assert lines[-7:] == [
         "tests: ok, 500 ran, 0 failed, 60 s",
         "sweep: ok, 9 cases, 0 failed, 120 s",
         "bench: ok, 99 s",
+        "produced: ok, 30 s",
         "linear: ok, 50 s",
         "mlp: ok, 40 s",
+        "grouped: ok, 70 s",
     ]
 
 
@@ -372,10 +391,41 @@ def test_main(
 
     monkeypatch.setattr(gpu_check, "STEPS", {name: step(name) for name in gpu_check.STEPS})
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    assert gpu_check.main(["--skip-bench", "--quick"]) == code
+    assert gpu_check.main(["sweep", "tests", "mlp", "linear", "--quick"]) == code
     assert ran == [("tests", True), ("sweep", True), ("linear", True), ("mlp", True)]
     written = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert set(written) == {"tests", "sweep", "linear", "mlp"}
+
+
+def test_steps_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.main(["test"])
+    assert "steps: got test; allowed: tests, sweep," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "ok"),
+    [
+        (0, [{"recipe": "delayed"}], True),
+        (0, {"rows": [{"recipe": "delayed"}], "launches": {}}, True),
+        (0, {"rows": [{"recipe": "delayed", "error": "no"}]}, False),
+        (1, [{"recipe": "delayed"}], False),
+        (0, [], False),
+        (0, None, False),
+    ],
+)
+def test_a_table_must_be_whole(
+    code: int, written: Any, ok: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(*words: str) -> tuple[int, float]:
+        assert words[:3] == ("-m", "benchmarks.linear", "--json")
+        if written is not None:
+            Path(words[3]).write_text(json.dumps(written))
+        return code, 1.0
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    found = gpu_check.table_of("benchmarks.linear")(tmp_path, False)
+    assert (found["ok"], found["seconds"]) == (ok, 1.0)
 
 
 def test_the_environment_has_the_checkout_and_what_is_missing(
