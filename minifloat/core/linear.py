@@ -323,9 +323,12 @@ def _input_col(kept: list[Any], call: Call, m: int, after: Tensor) -> Operand:
     return made if call.probe is None else probed(X_COL, made, x, call)
 
 
-def cast_gradient(grad: Any, call: Call) -> tuple[Any, Any, Tensor | None]:
-    """(row operand, column operand, gradient of the bias), those that are needed."""
-    row, col, db = _cast_gradient(grad, call)
+def cast_gradient(grad: Any, call: Call, **casts: Any) -> tuple[Any, Any, Tensor | None]:
+    """(row operand, column operand, gradient of the bias), those that are needed.
+
+    `casts` is for `operands`.
+    """
+    row, col, db = _cast_gradient(grad, call, **casts)
     if call.probe is None or isinstance(grad, Gradient):  # whoever made one has shown it
         return row, col, db
     return *probed_gradient(row, col, grad, call), db
@@ -340,7 +343,7 @@ def probed_gradient(row: Any, col: Any, grad: Any, call: Call) -> tuple[Any, Any
     )
 
 
-def _cast_gradient(grad: Any, call: Call) -> tuple[Any, Any, Tensor | None]:
+def _cast_gradient(grad: Any, call: Call, **casts: Any) -> tuple[Any, Any, Tensor | None]:
     plan, (need_dx, need_dw, need_db) = call.plan, call.needs
     if isinstance(grad, Gradient):
         return grad.row, grad.col, grad.of_bias if need_db else None
@@ -357,7 +360,7 @@ def _cast_gradient(grad: Any, call: Call) -> tuple[Any, Any, Tensor | None]:
         assert first is not None
         again = dequantized(first, grad.shape, grad.dtype)
         return first, operands(again, None, col, seed=seed)[1], db
-    return *operands(grad, row, col, live=call.live[2], seed=call.seed), db
+    return *operands(grad, row, col, live=call.live[2], seed=call.seed, **casts), db
 
 
 def _weight_row(weight: Any, call: Call, keep_amax: bool = False) -> Operand:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import minifloat
+from minifloat.core import activation, linear
 
 from .layers import RECIPES
 from .test_linear_checkpoint import copy_bytes
@@ -117,6 +118,38 @@ def lambda_of(layer: Any, first: bool) -> Any:
             return self.layer(x, is_first_microbatch=first)
 
     return Call()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradients_column_copy_is_made_when_it_is_multiplied(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while dh is: memory is shortest there, and autograd has the gradient to read again."""
+    order = []
+
+    def watch(module: Any, function: str) -> None:
+        ran = getattr(module, function)
+
+        def watched(x: Any, *rest: Any, **options: Any) -> Any:
+            if function != "operands":
+                order.append("dh")
+            elif x is grad or (isinstance(x, Tensor) and x.data_ptr() == grad.data_ptr()):
+                order.append("".join("-" if cast is None else "g" for cast in rest[:2]))
+            return ran(x, *rest, **options)
+
+        monkeypatch.setattr(module, function, watched)
+
+    layer = minifloat.LayerNormMLP(
+        HIDDEN, FFN, params_dtype=torch.bfloat16, activation="swiglu", bias=False
+    )
+    x = torch.randn(66, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(66, HIDDEN, dtype=torch.bfloat16)
+    with minifloat.autocast(recipe=RECIPES[name]()):
+        y = layer(x)
+    watch(linear, "operands")
+    watch(activation, "activation_backward")
+    y.backward(grad)
+    assert order == ["g-", "dh", "-g"]
 
 
 def test_frozen_parts_keep_less() -> None:
