@@ -5,7 +5,8 @@ a copy whose members begin at multiples of TILE, with zeros up to the next. `tab
 member of rank r by size: what takes longest starts first. Every member has at least
 one tile of TILE rows, and a place of TILE columns, an empty one too: its scale and its zeros are
 written like any other's. `tiles[t] = (e, first row, start, end, place, place end, full, 0)`, e = -1
-behind the last one. Those of members with rows come first, and are `full` together.
+behind the last one. They go by size, too: tiles that are multiplied at a time are then more often
+of one member, and share its weights. Those with rows come first, and are `full` together.
 """
 
 from __future__ import annotations
@@ -50,11 +51,9 @@ def tables_kernel(
     count = tl.sum(tl.where(here, b_tiles, 0)).to(tl.int32)
     place, width = at * TILE, count * TILE
     full = tl.sum(b_full).to(tl.int32)
-    listed = tl.sum(tl.where(before, b_full, 0)).to(tl.int32)
-    if size == 0:
-        listed = full + at - listed  # every empty member before has one
-    larger = (b_size > size) | ((b_size == size) & before)
-    rank = tl.sum(tl.where(larger & (o_e < num), 1, 0))
+    larger = ((b_size > size) | ((b_size == size) & before)) & (o_e < num)
+    rank = tl.sum(larger.to(tl.int32))
+    listed = tl.sum(tl.where(larger, b_tiles, 0)).to(tl.int32)
     tl.store(table + rank * WIDTH + 4, e)
     tl.store(table + e * WIDTH, start)
     tl.store(table + e * WIDTH + 1, start + size)
