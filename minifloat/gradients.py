@@ -97,7 +97,7 @@ def _backward(  # noqa: PLR0913
     made = cast(x, row, col, seed, scale, amax)
     del x
     if act is not None:
-        y = producers._produce(p.activation(), inputs[:1], dtype)
+        y = producers._produce(p.activation(), (inputs[0], *inputs[2:3]), dtype)
         made += cast(y, None, act, seed, act_scale, None, act_amax)
     return [*made, *sums]
 

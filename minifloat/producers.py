@@ -23,6 +23,8 @@ from .layout import parts, value_parts
 from .library import op as _op
 from .library import traced as _traced
 from .producer import Producer, columns, norm
+from .scaled import Scaled
+from .scaled import parts as _numbered
 
 __all__ = [
     "CAST",
@@ -44,7 +46,8 @@ class Lazy(NamedTuple):
     """A matrix `[M, K]` of `dtype` that `producer` computes from `inputs`, when it is needed.
 
     The inputs are (h) of an activation, (h, dy) of its gradient, (x, mean, rstd, gamma, beta) of a
-    norm. Made by `activated`, `activation_gradient` and `normalized`.
+    norm. Numbers that h and dy are multiplied by follow them, where one is `Scaled`. Made by
+    `activated`, `activation_gradient` and `normalized`.
     """
 
     producer: Producer
@@ -64,16 +67,22 @@ class Lazy(NamedTuple):
         return value(self)
 
 
-def activated(h: Tensor, producer: Producer, dtype: torch.dtype | None = None) -> Lazy:
+def activated(h: Tensor | Scaled, producer: Producer, dtype: torch.dtype | None = None) -> Lazy:
     """y = activation of `h[M, F]`, or of `h[M, 2 F]` if gated; in h's dtype unless told."""
+    h, number = _numbered(h)
     _check("h", h)
-    return Lazy(producer, (h,), (h.shape[0], columns(producer, h.shape[1])), dtype or h.dtype)
+    inputs = (h,) if number is None else (h, number)
+    return Lazy(producer, inputs, (h.shape[0], columns(producer, h.shape[1])), dtype or h.dtype)
 
 
 def activation_gradient(
-    h: Tensor, dy: Tensor, producer: Producer, dtype: torch.dtype | None = None
+    h: Tensor | Scaled,
+    dy: Tensor | Scaled,
+    producer: Producer,
+    dtype: torch.dtype | None = None,
 ) -> Lazy:
     """dh of `h` and `dy[M, F]`, of the shape of h; `producer` is the activation's."""
+    (h, of_h), (dy, of_dy) = _numbered(h), _numbered(dy)
     _check("h", h)
     _check("dy", dy)
     f = columns(producer, h.shape[1])
@@ -82,7 +91,8 @@ def activation_gradient(
             f"dy: got {tuple(dy.shape)}; the activation of h {tuple(h.shape)} has the shape "
             f"{(h.shape[0], f)}"
         )
-    return Lazy(producer.gradient(), (h, dy), (h.shape[0], h.shape[1]), dtype or h.dtype)
+    inputs: Inputs = (h, dy) if of_h is None and of_dy is None else (h, dy, of_h, of_dy)
+    return Lazy(producer.gradient(), inputs, (h.shape[0], h.shape[1]), dtype or h.dtype)
 
 
 def normalized(
@@ -198,11 +208,16 @@ def _reference(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype)
         assert rstd is not None
         made = reference.norm(x, mean, rstd, gamma, beta, p.zero_centered, dtype)
     elif p.differentiates:
-        assert rest[0] is not None
-        made = reference.activate_gradient(x, rest[0], p, dtype)
+        dy, of_h, of_dy = (*rest, None, None)[:3]
+        assert dy is not None
+        made = reference.activate_gradient(_times(x, of_h), _times(dy, of_dy), p, dtype)
     else:
-        made = reference.activate(x, p, dtype)
+        made = reference.activate(_times(x, *rest), p, dtype)
     return dispatch._compact(made, made.shape)
+
+
+def _times(x: Tensor, number: Tensor | None = None) -> Tensor:
+    return x if number is None else x.to(torch.float32) * number
 
 
 def _produce_fake(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:

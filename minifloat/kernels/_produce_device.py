@@ -187,12 +187,15 @@ def load_row(p, o, n, EVEN: tl.constexpr, HAS: tl.constexpr, PLUS: tl.constexpr)
 
 @triton.jit
 def load_produced(
-    x, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, TYPE: tl.constexpr, NORM: tl.constexpr,
-    MEAN: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, ZERO: tl.constexpr,
-    FN: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr, EVEN: tl.constexpr,
+    x, number, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, TYPE: tl.constexpr,
+    NORM: tl.constexpr, MEAN: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
+    ZERO: tl.constexpr, FN: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Tile `[o_m, o_k]` of what is produced, `[M, K]`, in TYPE; zero outside."""
+    """Tile `[o_m, o_k]` of what is produced, `[M, K]`, in TYPE; zero outside.
+
+    `number[0]`, if any, multiplies the x of an activation.
+    """
     m_x = (o_m[:, None] < M) & (o_k[None, :] < K)
     p_x = x + o_m[:, None] * stride + o_k[None, :]
     b_x = (tl.load(p_x) if EVEN else tl.load(p_x, mask=m_x, other=0)).to(tl.float32)  # [BM, BK]
@@ -212,6 +215,9 @@ def load_produced(
         if GATED:
             b_l = tl.load(p_x + K) if EVEN else tl.load(p_x + K, mask=m_x, other=0)
             b_l = b_l.to(tl.float32)
+        if number is not None:
+            b_x = b_x * tl.load(number)
+            b_l = b_l * tl.load(number) if GATED else b_x
         b_y = activate(b_x, b_l, FN, GATED, ALPHA, LIMIT, OFFSET)
         if not EVEN and FN == "sigmoid" and not GATED:
             b_y = tl.where(m_x, b_y, 0.0)

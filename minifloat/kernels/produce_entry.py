@@ -43,11 +43,21 @@ def fuses(
 ) -> bool:
     """Whether `quantize`, or `values`, makes these copies of what `p` produces in `dtype`."""
     cast = row if row is not None else col
-    if cast is None or p.differentiates:
+    if cast is None or p.differentiates or _has_numbers(p, inputs):
         return False
     if has_blocks(cast):
         return produce_e8m0.fuses(p, inputs, dtype, row, col)
     return not as_values and produce.fuses(p, inputs, dtype, row, col)
+
+
+def _has_numbers(p: Producer, inputs: Inputs) -> bool:
+    """Whether what is read is multiplied by a number: kernels of values alone do that.
+
+    Products that leave a number are of formats that no kernel here casts to. A recipe that casts
+    the activation of one to another format has it made, then cast: bytes are those of a pass that
+    multiplies.
+    """
+    return not p.normalizes and len(inputs) > (2 if p.differentiates else 1)
 
 
 def quantize(
@@ -88,6 +98,8 @@ def fuses_backward(
     """Whether `backward` makes these copies: of dh's row and column, and of y's column."""
     cast = row if row is not None else col
     assert cast is not None
+    if _has_numbers(p, inputs):
+        return False
     if has_blocks(cast):
         return gradient_e8m0.fuses_backward(p, inputs, dtype, row, col, act)
     return not as_values and activation_grad.fuses_backward(p, inputs, dtype, row, col, act)
