@@ -17,9 +17,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from . import dispatch, env, library, reference, scalars
 from .formats import E4M3, Cast, Format, Operand, Scale, cdiv, rup
-from .scaled import Scaled
 
-__all__ = ["Backend", "backend", "gemm", "is_native", "unscaled", "values"]
+__all__ = ["Backend", "backend", "gemm", "is_native", "values"]
 
 Native = Callable[[Operand, Operand, torch.dtype, Tensor | None, bool], Tensor]
 HALF = (torch.bfloat16, torch.float16)
@@ -100,33 +99,6 @@ def gemm(  # noqa: PLR0913  (what a product takes along)
         return _joined_product(a.data, b.data, out_dtype, bias, alpha, add, False)
     more = () if alone else (alpha, add)
     return library.op("gemm")(*_flat(a), *_flat(b), out_dtype, bias, fast, *more)  # type: ignore[no-any-return]
-
-
-def unscaled(
-    a: Operand, b: Operand, out_dtype: torch.dtype, *, fast: bool = False
-) -> Tensor | Scaled:
-    """`a b^T` for a reader that takes `Scaled`: what it multiplies by is left to it.
-
-    That is the global scales of two-level operands, where no tensor core applies them. The product
-    is rounded to `out_dtype` once, before it is scaled; `gemm` rounds it again, after. Any other
-    product is `gemm`'s. So is one in fp16, which does not hold what is not scaled yet.
-    """
-    if out_dtype is torch.float16 or not _has_number(a, b):
-        return gemm(a, b, out_dtype, fast=fast)
-    if library.traced():
-        return Scaled(*library.op("gemm_unscaled")(*_flat(a), *_flat(b), out_dtype))
-    _check(a, b)
-    return Scaled(*_unscaled(a, b, out_dtype))
-
-
-def _has_number(a: Operand, b: Operand) -> bool:
-    """Whether a pass of its own would multiply the product by one global scale of each operand."""
-    for o in (a, b):
-        *_, two_level, _, row_scaled, _, _ = o.cast.layout
-        if not two_level or row_scaled or o.amax is None:
-            return False
-    device = a.data.device
-    return not (is_native(a.cast, device) and is_native(b.cast, device))
 
 
 def _check(a: Operand, b: Operand) -> None:
@@ -346,14 +318,6 @@ def _emulated(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | Non
         out = y if wide == out_dtype else torch.empty_like(y, dtype=out_dtype)
         torch.mul(y, _scale_of_product(a, b), out=out)
     return out if bias is None else out.add_(bias)
-
-
-def _unscaled(a: Operand, b: Operand, out_dtype: torch.dtype) -> list[Tensor]:
-    """[the product of the values, the number that multiplies it]."""
-    dtype = _compute_dtype(a, b)
-    y = _product(values(a, dtype), values(b, dtype), out_dtype, None)
-    (sa, fa), (sb, fb) = _number(a), _number(b)  # type: ignore[misc]
-    return [y, sa * sb * (fa * fb)]
 
 
 def _number(o: Operand) -> tuple[Tensor, float] | None:
@@ -591,34 +555,20 @@ def _gemm_fake(*args: Any) -> Tensor:
     return a.data.new_empty((a.height, b.height), dtype=out_dtype)
 
 
-def _unscaled_op(*args: Any) -> list[Tensor]:
-    return _unscaled(Operand(*args[:7]), Operand(*args[7:14]), args[14])
-
-
-def _unscaled_fake(*args: Any) -> list[Tensor]:
-    y = _gemm_fake(*args)
-    return [y, y.new_empty(1, dtype=torch.float32)]
-
-
 _CAST = f"{Cast.__module__}.{Cast.__qualname__}"
 _OPERAND = (
     "Tensor {0}, Tensor? {0}_scale, Tensor? {0}_amax, {1} {0}_cast, SymInt {0}_columns, "
     "bool {0}_viewed, SymInt? {0}_rows"
 )
+OPERANDS = f"{_OPERAND.format('a', _CAST)}, {_OPERAND.format('b', _CAST)}"
 library.define(
     (
         (
-            f"gemm({_OPERAND.format('a', _CAST)}, {_OPERAND.format('b', _CAST)}, "
+            f"gemm({OPERANDS}, "
             "ScalarType out_dtype, Tensor? bias, bool fast, float alpha=1.0, Tensor? add=None) "
             "-> Tensor",
             _gemm_op,
             _gemm_fake,
-        ),
-        (
-            f"gemm_unscaled({_OPERAND.format('a', _CAST)}, {_OPERAND.format('b', _CAST)}, "
-            "ScalarType out_dtype) -> Tensor[]",
-            _unscaled_op,
-            _unscaled_fake,
         ),
     ),
     replayed=True,

@@ -172,7 +172,7 @@ def _backward(
 ) -> list[Tensor]:
     kernels = _kernels(x)
     if kernels is None:
-        dy = dy if number is None else dy.to(torch.float32) * number
+        dy = dy if number is None else Scaled(dy, number).value()
         dx, *sums = reference.norm_backward(dy, x, mean, rstd, gamma, zero_centered, add)
         dx = dx.clone(memory_format=torch.contiguous_format)
         if gamma is None:

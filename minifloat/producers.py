@@ -210,14 +210,14 @@ def _reference(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype)
     elif p.differentiates:
         dy, of_h, of_dy = (*rest, None, None)[:3]
         assert dy is not None
-        made = reference.activate_gradient(_times(x, of_h), _times(dy, of_dy), p, dtype)
+        made = reference.activate_gradient(_whole(x, of_h), _whole(dy, of_dy), p, dtype)
     else:
-        made = reference.activate(_times(x, *rest), p, dtype)
+        made = reference.activate(_whole(x, *rest), p, dtype)
     return dispatch._compact(made, made.shape)
 
 
-def _times(x: Tensor, number: Tensor | None = None) -> Tensor:
-    return x if number is None else x.to(torch.float32) * number
+def _whole(x: Tensor, number: Tensor | None = None) -> Tensor:
+    return x if number is None else Scaled(x, number).value()
 
 
 def _produce_fake(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:

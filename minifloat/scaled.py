@@ -1,8 +1,8 @@
 """`Scaled`: a matrix whose reader multiplies it by a number.
 
 A product of two-level operands is `number * y`, and the number is known on the device alone. Where
-what reads y next computes in fp32, it multiplies as it reads: the pass that would do so is saved,
-and its rounding.
+what reads y next is a kernel of ours, it multiplies as it reads, and the pass that would do so is
+saved. It also rounds to y's dtype, as that pass would: the bits are the same.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Scaled(NamedTuple):
 
     def reshape(self, *shape: int) -> Scaled:
         return Scaled(self.data.reshape(*shape), self.number)
+
+    def value(self) -> Tensor:
+        """The matrix."""
+        return (self.data.to(torch.float32) * self.number).to(self.data.dtype)
 
 
 def parts(x: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from .. import dispatch, library, scalars
 from ..formats import HIGH, Operand
-from ..gemm import gemm, unscaled
+from ..gemm import gemm
 from ..operands import Live, column, operands
 from ..producers import Lazy
 from ..recipe.delayed import Slots, update
 from ..recipe.plan import Plan
 from ..sums import column_sums
 from ..tensors import QuantizedTensorStorage
+from ..unscaled import unscaled
 from .link import Link
 from .probe import G_COL, G_ROW, W_COL, W_ROW, X_COL, X_ROW, dense, precise, probed, value
 

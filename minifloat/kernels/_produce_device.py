@@ -31,6 +31,7 @@ __all__ = [
     "numbers",
     "pack2",
     "produced_words",
+    "scaled",
     "sigmoid",
 ]
 
@@ -186,6 +187,14 @@ def load_row(p, o, n, EVEN: tl.constexpr, HAS: tl.constexpr, PLUS: tl.constexpr)
 
 
 @triton.jit
+def scaled(b_x, number, x):
+    """fp32 b_x times `number[0]`, rounded to what x points to; without a number, b_x."""
+    if number is not None:
+        b_x = (b_x * tl.load(number)).to(x.dtype.element_ty).to(tl.float32)
+    return b_x
+
+
+@triton.jit
 def load_produced(
     x, number, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, TYPE: tl.constexpr,
     NORM: tl.constexpr, MEAN: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
@@ -215,9 +224,8 @@ def load_produced(
         if GATED:
             b_l = tl.load(p_x + K) if EVEN else tl.load(p_x + K, mask=m_x, other=0)
             b_l = b_l.to(tl.float32)
-        if number is not None:
-            b_x = b_x * tl.load(number)
-            b_l = b_l * tl.load(number) if GATED else b_x
+        b_x = scaled(b_x, number, x)
+        b_l = scaled(b_l, number, x)
         b_y = activate(b_x, b_l, FN, GATED, ALPHA, LIMIT, OFFSET)
         if not EVEN and FN == "sigmoid" and not GATED:
             b_y = tl.where(m_x, b_y, 0.0)

@@ -23,7 +23,14 @@ from ..producer import ACTIVATIONS, Producer, activation
 from . import gradient_blocks
 from ._blocks_device import max4, store_words, word_scales
 from ._device import FP8, abs_bits, encode, high, low, max2, padded, reduce2
-from ._produce_device import differentiate, differentiated_words, in_words, load_four, numbers
+from ._produce_device import (
+    differentiate,
+    differentiated_words,
+    in_words,
+    load_four,
+    numbers,
+    scaled,
+)
 from .produce import amax_launch, partial_amax, tile
 from .sums import column_sums
 from .tensorwise import PARTIALS, find_scale, store_scaled
@@ -64,11 +71,7 @@ def load_gradient(
     if GATED:
         b_l = (tl.load(p_h + F) if EVEN else tl.load(p_h + F, mask=m_h, other=0)).to(tl.float32)
     b_d = (tl.load(p_d) if EVEN else tl.load(p_d, mask=m_h, other=0)).to(tl.float32)
-    if of_h is not None:
-        b_g = b_g * tl.load(of_h)
-        b_l = b_l * tl.load(of_h) if GATED else b_g
-    if of_dy is not None:
-        b_d = b_d * tl.load(of_dy)
+    b_g, b_l, b_d = scaled(b_g, of_h, h), scaled(b_l, of_h, h), scaled(b_d, of_dy, dy)
     dg, dl, y = differentiate(b_g, b_l, b_d, FN, GATED, ALPHA, CLIP, OFFSET)
     return dg.to(TYPE), dl.to(TYPE), y.to(TYPE)
 

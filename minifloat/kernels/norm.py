@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import abs_bits
-from ._produce_device import TYPES, load_row, normalize
+from ._produce_device import TYPES, load_row, normalize, scaled
 from .sums import column_sums
 from .tensorwise import PARTIALS, finish
 from .variant import Config, Launch, Variant
@@ -38,9 +38,8 @@ def load_x(x, i_m, o_k, K, stride):
 
 @triton.jit
 def load_scaled(x, number, i_m, o_k, K, stride):
-    """`load_x`, times `number[0]` if there is one."""
-    b_x = load_x(x, i_m, o_k, K, stride)
-    return b_x if number is None else b_x * tl.load(number)
+    """`load_x`, times `number[0]` if there is one, rounded to x's dtype."""
+    return scaled(load_x(x, i_m, o_k, K, stride), number, x)
 
 
 @triton.jit
