@@ -102,5 +102,4 @@ def test_interpreted() -> None:
 
 
 if __name__ == "__main__":
-    check(activation("swiglu"), (32, 256), CASTS[0])
-    check(activation("gelu"), (16, 256), CASTS[3])
+    check(activation("swiglu"), (16, 256), CASTS[0])
