@@ -1,12 +1,12 @@
 """Activations and their gradients, with the global amaxes that NVFP4 casts of them will need.
 
     h       ->  y = activation(h), and its amaxes
-    (h, dy) ->  dh, y, and the amaxes of both
+    (h, dy) ->  dh, and its amaxes
 
 What is written is what `produce` and `activation_grad` write, and amaxes are those that `fp4_amax`
-finds in it, of the transformed columns too: a pass over what was just written is saved, and with
-y beside dh another read of h. Whole tiles of bf16 alone, in words of two numbers. A thread has 16
-rows of a word, so that the transform along them stays in its registers.
+finds in it, of the transformed columns too: a pass over what was just written is saved. Whole tiles
+of bf16 alone, in words of two numbers. For the transform a thread has 16 rows of a word, so that it
+stays in its registers.
 """
 
 # mypy: disable-error-code="assignment, misc, var-annotated"
@@ -25,25 +25,52 @@ from torch import Tensor
 from ..formats import HADAMARD_SIGN_MASK, Cast
 from ..producer import Producer, activation
 from ._device import abs_bits, high, low
-from ._fp4_device import amax_block, hadamard_sums, load_col_words, tops_amax, tops_words
-from ._produce_device import activate, differentiated_words, in_words, numbers, pack2
+from ._fp4_device import amax_block, hadamard_sums, tops_amax, tops_words
+from ._produce_device import activate, differentiate, in_words, numbers, pack2, rounded
 from .fp4_amax import finish
 from .variant import Config, Launch, Variant
 
 __all__ = ["fuses", "produce", "variants"]
 
+# Rows that a thread has of a word: 16 for the transform along them, else as many as keep it busy.
 CONFIG = Config(16, 256, 4)
+PLAIN_CONFIG = Config(4, 1024, 4)
+PLAIN_ROWS = 4
 # Programs, and so partial maxima: `fp4_amax.finish` reads no more.
 PARTIALS = 1024
 
 
 @triton.jit
-def scaled_words(b_w, number):
-    """Words of two bf16 numbers, times `number[0]` if there is one."""
-    if number is not None:
-        n = tl.load(number)
-        b_w = pack2(low(b_w) * n, high(b_w) * n)
-    return b_w
+def load_rows(x, o_b, o_w, stride, ROWS: tl.constexpr):
+    """Words of ROWS rows at x: row i of block row `o_b`, words `o_w`."""
+    p_x = x.to(tl.pointer_type(tl.int32), bitcast=True)
+    o_x = ROWS * o_b[:, None] * (stride // 2) + o_w[None, :]
+    words = ()
+    for _ in tl.static_range(ROWS):
+        words = words + (tl.load(p_x + o_x),)
+        p_x += stride // 2
+    return words
+
+
+@triton.jit
+def store_rows(out, words, o_b, o_w, stride, ROWS: tl.constexpr):
+    """The inverse of `load_rows`."""
+    p_o = out.to(tl.pointer_type(tl.int32), bitcast=True)
+    o_x = ROWS * o_b[:, None] * (stride // 2) + o_w[None, :]
+    for i in tl.static_range(ROWS):
+        tl.store(p_o + o_x, words[i])
+        p_o += stride // 2
+
+
+@triton.jit
+def numbers_of(b_w, n, SCALED: tl.constexpr):
+    """Both numbers of words, in fp32; SCALED: times n, rounded to bf16."""
+    b_0 = low(b_w)
+    b_1 = high(b_w)
+    if SCALED:
+        b_0 = rounded(b_0 * n)
+        b_1 = rounded(b_1 * n)
+    return b_0, b_1
 
 
 @triton.jit
@@ -59,17 +86,68 @@ def sums_amax(top, words, SIGNS: tl.constexpr):
 
 
 @triton.jit
-def store_rows(out, words, o_b, o_w, stride):
-    """16 rows of words, as `load_col_words` has them."""
-    p_o = out.to(tl.pointer_type(tl.int32), bitcast=True)
-    p_o = p_o + 16 * o_b[:, None] * (stride // 2) + o_w[None, :]
-    for i in tl.static_range(16):
-        tl.store(p_o + i * (stride // 2), words[i])
-
-
-@triton.jit
-def store_tops(partial, i_p, programs, b_s, b_u, b_t, PLAIN: tl.constexpr, SIGNS: tl.constexpr):
-    """The maxima of a program, where `fp4_amax.finish_kernel` looks for them."""
+def produce_kernel(  # noqa: PLR0915
+    h, dy, of_h, of_dy, out, partial, tiles, F, stride, dy_stride, FN: tl.constexpr,
+    GATED: tl.constexpr, ALPHA: tl.constexpr, CLIP: tl.constexpr, OFFSET: tl.constexpr,
+    PLAIN: tl.constexpr, SIGNS: tl.constexpr, FAR: tl.constexpr, ROWS: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Tiles p, p + programs, ... of `out`: y, or with dy dh; maxima as `finish` wants them."""
+    i_p = tl.program_id(0)
+    programs = tl.num_programs(0)
+    n_k = F // BK
+    WIDE = 2 * F if GATED and dy is not None else F
+    o_b = tl.arange(0, BM // ROWS).to(tl.int64 if FAR else tl.int32)
+    o_w = tl.arange(0, BK // 2)
+    b_s = tl.zeros((BM // ROWS, BK // 2), tl.int32)
+    b_u = tl.zeros((BM // ROWS, BK // 2), tl.int32)
+    b_t = tl.zeros((BM // ROWS, BK // 2), tl.int32)
+    n_h = 1.0
+    if of_h is not None:
+        n_h = tl.load(of_h)
+    n_d = 1.0
+    if of_dy is not None:
+        n_d = tl.load(of_dy)
+    for i_t in range(i_p, tiles, programs):
+        m0 = (i_t // n_k).to(tl.int64) * BM
+        k0 = (i_t % n_k) * BK
+        p_h = h + m0 * stride + k0
+        gates = load_rows(p_h, o_b, o_w, stride, ROWS)  # ROWS x [BM / ROWS, BK / 2]
+        linear = gates
+        if GATED:
+            linear = load_rows(p_h + F, o_b, o_w, stride, ROWS)
+        given = gates
+        if dy is not None:
+            given = load_rows(dy + m0 * dy_stride + k0, o_b, o_w, dy_stride, ROWS)
+        first = ()
+        second = ()
+        for i in tl.static_range(ROWS):
+            g0, g1 = numbers_of(gates[i], n_h, of_h is not None)
+            l0, l1 = g0, g1
+            if GATED:
+                l0, l1 = numbers_of(linear[i], n_h, of_h is not None)
+            if dy is None:
+                y0 = activate(g0, l0, FN, GATED, ALPHA, CLIP, OFFSET)
+                y1 = activate(g1, l1, FN, GATED, ALPHA, CLIP, OFFSET)
+                first = first + (pack2(y0, y1),)
+            else:
+                d0, d1 = numbers_of(given[i], n_d, of_dy is not None)
+                dg0, dl0, _ = differentiate(g0, l0, d0, FN, GATED, ALPHA, CLIP, OFFSET)
+                dg1, dl1, _ = differentiate(g1, l1, d1, FN, GATED, ALPHA, CLIP, OFFSET)
+                first = first + (pack2(dg0, dg1),)
+                second = second + (pack2(dl0, dl1),)
+        p_o = out + m0 * WIDE + k0
+        store_rows(p_o, first, o_b, o_w, WIDE, ROWS)
+        if PLAIN:
+            b_s, b_u = tops_words(b_s, b_u, first, ROWS)
+        if SIGNS >= 0:
+            b_t = sums_amax(b_t, first, SIGNS)
+        if GATED and dy is not None:
+            store_rows(p_o + F, second, o_b, o_w, WIDE, ROWS)
+            if PLAIN:
+                b_s, b_u = tops_words(b_s, b_u, second, ROWS)
+            if SIGNS >= 0:
+                b_t = sums_amax(b_t, second, SIGNS)
     if PLAIN:
         b_a = tops_amax((b_s, b_u))
         tl.store(partial + i_p, tl.max(tl.maximum(b_a << 16, b_a & -0x10000)))
@@ -78,83 +156,7 @@ def store_tops(partial, i_p, programs, b_s, b_u, b_t, PLAIN: tl.constexpr, SIGNS
         tl.store(partial + programs + i_p, abs_bits(top))
 
 
-@triton.jit
-def produce_kernel(  # noqa: PLR0915
-    h, dy, of_h, of_dy, dh, y, partial, act_partial, tiles, F, stride, dy_stride,
-    FN: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, CLIP: tl.constexpr,
-    OFFSET: tl.constexpr, PLAIN: tl.constexpr, SIGNS: tl.constexpr, ACT_PLAIN: tl.constexpr,
-    ACT_SIGNS: tl.constexpr, FAR: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Tiles p, p + programs, ... of y, and with dy of dh; y alone may be missing then."""
-    i_p = tl.program_id(0)
-    programs = tl.num_programs(0)
-    n_k = F // BK
-    WIDE = 2 * F if GATED else F
-    o_b = tl.arange(0, BM // 16).to(tl.int64 if FAR else tl.int32)
-    o_w = tl.arange(0, BK // 2)
-    b_s = tl.zeros((BM // 16, BK // 2), tl.int32)
-    b_u = tl.zeros((BM // 16, BK // 2), tl.int32)
-    b_t = tl.zeros((BM // 16, BK // 2), tl.int32)
-    a_s = tl.zeros((BM // 16, BK // 2), tl.int32)
-    a_u = tl.zeros((BM // 16, BK // 2), tl.int32)
-    a_t = tl.zeros((BM // 16, BK // 2), tl.int32)
-    for i_t in range(i_p, tiles, programs):
-        m0 = (i_t // n_k).to(tl.int64) * BM
-        k0 = (i_t % n_k) * BK
-        p_h = h + m0 * stride + k0
-        gates = load_col_words(p_h, o_b, o_w, stride)  # 16 x [BM / 16, BK / 2]
-        linear = gates
-        if GATED:
-            linear = load_col_words(p_h + F, o_b, o_w, stride)
-        ys = ()
-        if dy is None:
-            for i in tl.static_range(16):
-                g = scaled_words(gates[i], of_h)
-                v = scaled_words(linear[i], of_h)
-                y0 = activate(low(g), low(v), FN, GATED, ALPHA, CLIP, OFFSET)
-                y1 = activate(high(g), high(v), FN, GATED, ALPHA, CLIP, OFFSET)
-                ys = ys + (pack2(y0, y1),)
-        else:
-            given = load_col_words(dy + m0 * dy_stride + k0, o_b, o_w, dy_stride)
-            dgs = ()
-            dls = ()
-            for i in tl.static_range(16):
-                g = scaled_words(gates[i], of_h)
-                v = scaled_words(linear[i], of_h)
-                d = scaled_words(given[i], of_dy)
-                dg, dl, b_y = differentiated_words(g, v, d, FN, GATED, ALPHA, CLIP, OFFSET)
-                dgs = dgs + (dg,)
-                dls = dls + (dl,)
-                ys = ys + (b_y,)
-            p_d = dh + m0 * WIDE + k0
-            store_rows(p_d, dgs, o_b, o_w, WIDE)
-            if PLAIN:
-                b_s, b_u = tops_words(b_s, b_u, dgs, 16)
-            if SIGNS >= 0:
-                b_t = sums_amax(b_t, dgs, SIGNS)
-            if GATED:
-                store_rows(p_d + F, dls, o_b, o_w, WIDE)
-                if PLAIN:
-                    b_s, b_u = tops_words(b_s, b_u, dls, 16)
-                if SIGNS >= 0:
-                    b_t = sums_amax(b_t, dls, SIGNS)
-        if y is not None:
-            store_rows(y + m0 * F + k0, ys, o_b, o_w, F)
-            if ACT_PLAIN:
-                a_s, a_u = tops_words(a_s, a_u, ys, 16)
-            if ACT_SIGNS >= 0:
-                a_t = sums_amax(a_t, ys, ACT_SIGNS)
-    if dy is not None:
-        store_tops(partial, i_p, programs, b_s, b_u, b_t, PLAIN, SIGNS)
-    if y is not None:
-        store_tops(act_partial, i_p, programs, a_s, a_u, a_t, ACT_PLAIN, ACT_SIGNS)
-
-
 # ------------------------------------------------------------------------------------------- fronts
-Casts = tuple[Cast | None, Cast | None]  # of the row and of the column copy
-Amaxes = tuple[Tensor | None, Tensor | None]
-
-
 def fuses(
     p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype, *casts: Cast | None
 ) -> bool:
@@ -167,39 +169,40 @@ def fuses(
     assert h is not None
     m, f = h.shape[0], h.shape[1] // 2 if p.gated else h.shape[1]
     read = (h,) if dy is None else (h, dy)
-    return CONFIG.even(m, f) and in_words(dtype, m, f, *read)
+    return _choose(casts[1])[0].even(m, f) and in_words(dtype, m, f, *read)
 
 
 def produce(
     p: Producer,
     inputs: Sequence[Tensor | None],
-    dh: Tensor | None,
-    y: Tensor | None,
-    casts: Casts,
-    amaxes: Amaxes,
-    act_casts: Casts = (None, None),
-    act_amaxes: Amaxes = (None, None),
+    out: Tensor,
+    row: Cast | None,
+    col: Cast | None,
+    row_amax: Tensor | None,
+    col_amax: Tensor | None,
 ) -> None:
-    """`dh` of a gradient, and `y`, if there is one; into `amaxes`, those that casts of dh need.
+    """`out`: what `p` produces; `row_amax[0]`, `col_amax[0]`: what `fp4_amax.amax_fp4` finds in it.
 
-    `act_casts` and `act_amaxes` are for y.
+    An activation reads (h, number of h), its gradient (h, dy, number of h, number of dy): numbers
+    may be missing.
     """
-    launch = _produce(p, inputs, dh, y, casts, act_casts)
+    launch = _produce(p, inputs, out, row, col)
     launch.run()
-    n = launch.programs
-    for name, of, into in (("partial", casts, amaxes), ("act_partial", act_casts, act_amaxes)):
-        if of[0] is not None or of[1] is not None:
-            finish(launch.args[name], n, *into, -1 if of[1] is None else of[1].hadamard)
+    signs = launch.args["SIGNS"]
+    finish(launch.args["partial"], launch.programs, row_amax, col_amax, signs)
+
+
+def _choose(col: Cast | None) -> tuple[Config, int]:
+    """(config, rows that a thread has of a word)."""
+    return (PLAIN_CONFIG, PLAIN_ROWS) if col is None or not col.transforms else (CONFIG, 16)
 
 
 def _produce(
     p: Producer,
     inputs: Sequence[Tensor | None],
-    dh: Tensor | None,
-    y: Tensor | None,
-    casts: Casts,
-    act_casts: Casts,
-    config: Config = CONFIG,
+    out: Tensor,
+    row: Cast | None,
+    col: Cast | None,
 ) -> Launch:
     if p.differentiates:
         h, dy, of_h, of_dy = (*inputs, None, None)[:4]
@@ -208,34 +211,22 @@ def _produce(
         dy = of_dy = None
     assert h is not None
     m, f = h.shape[0], h.shape[1] // 2 if p.gated else h.shape[1]
+    config, rows = _choose(col)
     tiles = config.tiles(m, f)
     programs = min(tiles, PARTIALS)
-
-    def bits(there: Tensor | None) -> Tensor | None:
-        if there is None:
-            return None
-        return torch.empty(2 * programs, dtype=torch.int32, device=there.device)
-
+    signs = -1 if col is None else col.hadamard
     args: dict[str, Any] = {
-        "h": h, "dy": dy, "of_h": of_h, "of_dy": of_dy, "dh": dh, "y": y, "partial": bits(dh),
-        "act_partial": bits(y), "tiles": tiles, "F": f, "stride": h.stride(0),
-        "dy_stride": 0 if dy is None else dy.stride(0), **numbers(p), **_wanted("", casts),
-        **_wanted("ACT_", act_casts), "FAR": 16 * config.m * h.stride(0) >= 2**31,
-        "BM": config.m, "BK": config.k,
+        "h": h, "dy": dy, "of_h": of_h, "of_dy": of_dy, "out": out, "tiles": tiles, "F": f,
+        "partial": torch.empty(2 * programs, dtype=torch.int32, device=h.device),
+        "stride": h.stride(0), "dy_stride": 0 if dy is None else dy.stride(0), **numbers(p),
+        "PLAIN": row is not None or signs < 0, "SIGNS": signs, "ROWS": rows,
+        "FAR": config.m * h.stride(0) >= 2**31, "BM": config.m, "BK": config.k,
     }  # fmt: skip
     return Launch.of(produce_kernel, programs, args, config)
 
 
-def _wanted(prefix: str, casts: Casts) -> dict[str, Any]:
-    """Which amaxes casts need: of what is made, and of its transformed columns."""
-    row, col = casts
-    signs = -1 if col is None else col.hadamard
-    plain = row is not None or (col is not None and signs < 0)
-    return {f"{prefix}PLAIN": plain, f"{prefix}SIGNS": signs}
-
-
 def variants() -> Iterator[Variant]:
-    """swiglu and gelu: values forward, gradients with and without y."""
+    """swiglu and gelu, values and gradients, with and without numbers and transforms."""
     row, col = Cast("nvfp4"), Cast("nvfp4", hadamard=HADAMARD_SIGN_MASK)
     one = torch.empty(1, dtype=torch.float32, device="meta")
     for name in ("swiglu", "gelu"):
@@ -245,10 +236,7 @@ def variants() -> Iterator[Variant]:
         for tag, number in (("", None), ("_scaled", one)):
             end = f"{name}{tag}_bf16_4096x4096"
             of: Any = (h, number)
-            yield Variant.of(f"row_{end}", _produce(p, of, None, y, (None, None), (row, None)))
-            yield Variant.of(f"both_{end}", _produce(p, of, None, y, (None, None), (row, col)))
+            yield Variant.of(f"row_{end}", _produce(p, of, y, row, None))
+            yield Variant.of(f"col_{end}", _produce(p, of, y, None, col))
             of = (h, y, number, number)
-            made = _produce(p.gradient(), of, h, y, (row, col), (None, col))
-            yield Variant.of(f"gradient_y_{end}", made)
-            made = _produce(p.gradient(), of, h, None, (row, col), (None, None))
-            yield Variant.of(f"gradient_{end}", made)
+            yield Variant.of(f"gradient_{end}", _produce(p.gradient(), of, h, row, col))

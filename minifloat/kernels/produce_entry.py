@@ -50,11 +50,7 @@ def value_measured(
     amaxes: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """`value`, and into `amaxes` the global amaxes of what it makes under these casts."""
-    if p.differentiates:
-        fp4_produce.produce(p, inputs, out, None, (row, col), amaxes)
-    else:
-        none = (None, None)
-        fp4_produce.produce(p, inputs, None, out, none, none, (row, col), amaxes)
+    fp4_produce.produce(p, inputs, out, row, col, *amaxes)
 
 
 def fuses(
