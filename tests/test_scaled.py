@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import minifloat
 from minifloat import dispatch, env, gemm, norms, ops, producers
@@ -21,7 +23,7 @@ from minifloat.unscaled import unscaled
 
 from .test_dispatch import assert_bits
 from .test_gemm import made
-from .test_producers import assert_equal, wide
+from .test_producers import assert_equal, needs_ops, wide
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -212,9 +214,22 @@ def test_layers(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None
         patch.setattr(front, "_unscaled", lambda *a: calls.append(a) or multiply(*a))
         got = step(layer, layer, of)
     assert len(calls) == count
-    if device == "cpu" and name in ("mlp", "again", "ops"):
-        torch.compiler.reset()
-        run = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        assert_bits(step(layer, run, of), got)
     monkeypatch.setattr(front, "_leaves_number", lambda *_: False)
     assert_bits(got, step(layer, layer, of))
+
+
+@needs_ops
+@pytest.mark.parametrize("name", ["mlp", "ops", pytest.param("again", marks=pytest.mark.deep)])
+def test_compiled(name: str) -> None:
+    make, recipe, count = LAYERS[name]
+    torch.manual_seed(1)
+    layer, of, targets = make(FP32, "cpu"), recipe(), []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        targets.extend(str(n.target) for n in graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    torch.compiler.reset()
+    run = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
+    assert_bits(step(layer, run, of), step(layer, layer, of))
+    assert sum("gemm_unscaled" in t for t in targets) == count
