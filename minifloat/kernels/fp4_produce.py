@@ -32,9 +32,8 @@ from .variant import Config, Launch, Variant
 
 __all__ = ["fuses", "produce", "variants"]
 
-# Rows that a thread has of a word: 16 for the transform along them, else as many as keep it busy.
 CONFIG = Config(16, 256, 4)
-PLAIN_CONFIG = Config(4, 1024, 4)
+# Rows that a thread has of a word: 16 for the transform along them, else 4 of four words.
 PLAIN_ROWS = 4
 # Programs, and so partial maxima: as many as an H200 has room for at once. The kernel with the most
 # registers, 90, is five times on each of its 132 multiprocessors. To be measured, like the tiles.
@@ -170,7 +169,7 @@ def fuses(
     assert h is not None
     m, f = h.shape[0], h.shape[1] // 2 if p.gated else h.shape[1]
     read = (h,) if dy is None else (h, dy)
-    return _choose(casts[1])[0].even(m, f) and in_words(dtype, m, f, *read)
+    return CONFIG.even(m, f) and in_words(dtype, m, f, *read)
 
 
 def produce(
@@ -193,11 +192,6 @@ def produce(
     finish(launch.args["partial"], launch.programs, row_amax, col_amax, signs)
 
 
-def _choose(col: Cast | None) -> tuple[Config, int]:
-    """(config, rows that a thread has of a word)."""
-    return (PLAIN_CONFIG, PLAIN_ROWS) if col is None or not col.transforms else (CONFIG, 16)
-
-
 def _produce(
     p: Producer,
     inputs: Sequence[Tensor | None],
@@ -212,18 +206,18 @@ def _produce(
         dy = of_dy = None
     assert h is not None
     m, f = h.shape[0], h.shape[1] // 2 if p.gated else h.shape[1]
-    config, rows = _choose(col)
-    tiles = config.tiles(m, f)
+    tiles = CONFIG.tiles(m, f)
     programs = min(tiles, PARTIALS)
     signs = -1 if col is None else col.hadamard
     args: dict[str, Any] = {
         "h": h, "dy": dy, "of_h": of_h, "of_dy": of_dy, "out": out, "tiles": tiles, "F": f,
         "partial": torch.empty(2 * programs, dtype=torch.int32, device=h.device),
         "stride": h.stride(0), "dy_stride": 0 if dy is None else dy.stride(0), **numbers(p),
-        "PLAIN": row is not None or signs < 0, "SIGNS": signs, "ROWS": rows,
-        "FAR": config.m * h.stride(0) >= 2**31, "BM": config.m, "BK": config.k,
+        "PLAIN": row is not None or signs < 0, "SIGNS": signs,
+        "ROWS": PLAIN_ROWS if signs < 0 else 16, "FAR": CONFIG.m * h.stride(0) >= 2**31,
+        "BM": CONFIG.m, "BK": CONFIG.k,
     }  # fmt: skip
-    return Launch.of(produce_kernel, programs, args, config)
+    return Launch.of(produce_kernel, programs, args, CONFIG)
 
 
 def variants() -> Iterator[Variant]:

@@ -63,14 +63,14 @@ def check(p: Producer, shape: tuple[int, int], casts: Casts, odd: bool = False) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation(name: str) -> None:
-    check(activation(name), (48, 1024), CASTS[0])
+    check(activation(name), (48, 512), CASTS[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("casts", CASTS)
 def test_every_amax(casts: Casts) -> None:
     check(activation("swiglu"), (4128, 1024), casts)  # more tiles than programs
-    check(activation("gelu"), (16, 1024), casts)
+    check(activation("gelu"), (16, 256), casts)
 
 
 @pytest.mark.gpu
@@ -80,7 +80,7 @@ def test_what_is_not_a_number() -> None:
 
 def test_what_other_kernels_make() -> None:
     """Partial tiles, other dtypes, other formats, rows with an amax each."""
-    h, p = torch.zeros(32, 2048, dtype=BF16), activation("swiglu")
+    h, p = torch.zeros(32, 512, dtype=BF16), activation("swiglu")
     assert fp4_produce.fuses(p, (h,), BF16, FP4, RHT)
     assert not fp4_produce.fuses(p, (h[:, :-32],), BF16, FP4, None)
     assert not fp4_produce.fuses(p, (h[:17],), BF16, FP4, None)
@@ -97,3 +97,4 @@ def test_interpreted() -> None:
 
 if __name__ == "__main__":
     check(activation("swiglu"), (16, 256), CASTS[0])
+    check(activation("gelu"), (16, 256), CASTS[1])
