@@ -304,8 +304,7 @@ def _emulated(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | Non
     if _partial_scales(a) and _partial_scales(b):
         return _by_blocks(a, b, out_dtype, bias)
     dtype = _compute_dtype(a, b)
-    alphas = [s for s in (_alpha(a), _alpha(b)) if s is not None]
-    if not alphas:
+    if not (_is_scaled(a) or _is_scaled(b)):
         return _product(values(a, dtype), values(b, dtype), out_dtype, bias)
     # One rounding to bf16 before the scale keeps the error under twice the plain product's; a
     # wider result is scaled in fp32.
@@ -391,6 +390,13 @@ def _unit(o: Operand) -> Tensor:
     return torch.full_like(o.amax, o.cast.format.element.max * o.cast.scale_max)
 
 
+def _is_scaled(o: Operand) -> bool:
+    """Whether `_alpha` of it is a tensor."""
+    fmt = o.cast.format
+    whole = fmt.tile is None and fmt.element is not None and o.scale is not None
+    return fmt.two_level or whole
+
+
 def _alpha(o: Operand) -> Tensor | None:
     """What multiplies the product: `[1, 1]`, or `[R, 1]` where each row has its own; None: 1."""
     fmt = o.cast.format
@@ -474,7 +480,7 @@ def _joined(
     native = _find(a, b) is not None
     if not native and not (_partial_scales(a) and _partial_scales(b)):
         dtype = _compute_dtype(a, b)
-        if _alpha(a) is None and _alpha(b) is None:
+        if not (_is_scaled(a) or _is_scaled(b)):
             pair = values(a, dtype), values(b, dtype)
             return _joined_product(*pair, out_dtype, bias, alpha, add, in_place)
         if add is not None and bias is None and alpha == 1.0:  # scaled and added in one pass
@@ -554,10 +560,11 @@ _OPERAND = (
     "Tensor {0}, Tensor? {0}_scale, Tensor? {0}_amax, {1} {0}_cast, SymInt {0}_columns, "
     "bool {0}_viewed, SymInt? {0}_rows"
 )
+OPERANDS = f"{_OPERAND.format('a', _CAST)}, {_OPERAND.format('b', _CAST)}"
 library.define(
     (
         (
-            f"gemm({_OPERAND.format('a', _CAST)}, {_OPERAND.format('b', _CAST)}, "
+            f"gemm({OPERANDS}, "
             "ScalarType out_dtype, Tensor? bias, bool fast, float alpha=1.0, Tensor? add=None) "
             "-> Tensor",
             _gemm_op,

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import env, library, programs, reference
 from .library import op as _op
 from .library import traced as _traced
+from .scaled import Scaled, parts
 
 __all__ = ["l2_norm", "l2_norm_backward", "norm_backward", "norm_stats", "norm_stats_amax"]
 
@@ -130,7 +131,7 @@ def _stats_amax_fake(
 
 # ---------------------------------------------------------------------------------------- backward
 def norm_backward(
-    dy: Tensor,
+    dy: Tensor | Scaled,
     x: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
@@ -144,15 +145,16 @@ def norm_backward(
     `add` joins dx before it is rounded: a residual's gradient. dbeta is None for RMSNorm (no mean),
     and both are without gamma.
     """
+    dy, number = parts(dy)
     _check("dy", dy)
     if dy.shape != x.shape or (add is not None and add.shape != x.shape):
         shapes = [tuple(t.shape) for t in (dy, x, add) if t is not None]
         raise ValueError(f"dy, x, add: got {shapes}; they must have one shape")
-    arguments = (dy, x, mean, rstd, gamma, zero_centered, add)
+    arguments = (dy, x, mean, rstd, gamma, zero_centered, add, number)
     if _traced():
         made = _op("norm_backward")(*arguments)
     else:
-        tensors = (dy, x, mean, rstd, gamma, add)
+        tensors = (dy, x, mean, rstd, gamma, add, number)
         made = _run(("norm_backward", zero_centered), tensors, lambda: _backward(*arguments))
     dgamma = made[1] if gamma is not None else None
     return made[0], dgamma, (None if gamma is None or mean is None else made[2])
@@ -166,9 +168,11 @@ def _backward(
     gamma: Tensor | None,
     zero_centered: bool,
     add: Tensor | None,
+    number: Tensor | None = None,
 ) -> list[Tensor]:
     kernels = _kernels(x)
     if kernels is None:
+        dy = dy if number is None else Scaled(dy, number).value()
         dx, *sums = reference.norm_backward(dy, x, mean, rstd, gamma, zero_centered, add)
         dx = dx.clone(memory_format=torch.contiguous_format)
         if gamma is None:
@@ -176,7 +180,7 @@ def _backward(
         return [dx, *(s.to(gamma.dtype) for s in sums[: 1 if mean is None else 2])]
     out = _backward_fake(dy, x, mean, rstd, gamma, zero_centered, add)
     read = (_rows(dy), _rows(x), mean, rstd, gamma, None if add is None else _rows(add))
-    kernels.backward(*read, zero_centered, out)
+    kernels.backward(*read, zero_centered, out, number)
     return out
 
 
@@ -188,6 +192,7 @@ def _backward_fake(
     gamma: Tensor | None,
     zero_centered: bool,
     add: Tensor | None,
+    number: Tensor | None = None,
 ) -> list[Tensor]:
     m, k = x.shape
     dx = x.new_empty((m, k))
@@ -220,7 +225,7 @@ library.define(
         ),
         (
             "norm_backward(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? gamma, "
-            "bool zero_centered, Tensor? add) -> Tensor[]",
+            "bool zero_centered, Tensor? add, Tensor? number=None) -> Tensor[]",
             _backward,
             _backward_fake,
         ),

@@ -16,6 +16,7 @@ from .gradients import Given
 from .layout import part_names, value_parts
 from .producer import Producer
 from .producers import Lazy
+from .scaled import Scaled
 from .sums import column_sums
 
 __all__ = ["Live", "activation_backward", "column", "one_call", "operands"]
@@ -57,8 +58,8 @@ def operands(  # noqa: PLR0913  (one call, many recipes)
 
 
 def activation_backward(  # noqa: PLR0913  (one call, many recipes)
-    h: Tensor,
-    dy: Tensor,
+    h: Tensor | Scaled,
+    dy: Tensor | Scaled,
     activation: Producer,
     row: Cast | None,
     col: Cast | None,

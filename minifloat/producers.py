@@ -23,6 +23,8 @@ from .layout import parts, value_parts
 from .library import op as _op
 from .library import traced as _traced
 from .producer import Producer, columns, norm
+from .scaled import Scaled
+from .scaled import parts as _numbered
 
 __all__ = [
     "CAST",
@@ -44,7 +46,8 @@ class Lazy(NamedTuple):
     """A matrix `[M, K]` of `dtype` that `producer` computes from `inputs`, when it is needed.
 
     The inputs are (h) of an activation, (h, dy) of its gradient, (x, mean, rstd, gamma, beta) of a
-    norm. Made by `activated`, `activation_gradient` and `normalized`.
+    norm. Numbers that h and dy are multiplied by follow them, where one is `Scaled`. Made by
+    `activated`, `activation_gradient` and `normalized`.
     """
 
     producer: Producer
@@ -64,16 +67,22 @@ class Lazy(NamedTuple):
         return value(self)
 
 
-def activated(h: Tensor, producer: Producer, dtype: torch.dtype | None = None) -> Lazy:
+def activated(h: Tensor | Scaled, producer: Producer, dtype: torch.dtype | None = None) -> Lazy:
     """y = activation of `h[M, F]`, or of `h[M, 2 F]` if gated; in h's dtype unless told."""
+    h, number = _numbered(h)
     _check("h", h)
-    return Lazy(producer, (h,), (h.shape[0], columns(producer, h.shape[1])), dtype or h.dtype)
+    inputs = (h,) if number is None else (h, number)
+    return Lazy(producer, inputs, (h.shape[0], columns(producer, h.shape[1])), dtype or h.dtype)
 
 
 def activation_gradient(
-    h: Tensor, dy: Tensor, producer: Producer, dtype: torch.dtype | None = None
+    h: Tensor | Scaled,
+    dy: Tensor | Scaled,
+    producer: Producer,
+    dtype: torch.dtype | None = None,
 ) -> Lazy:
     """dh of `h` and `dy[M, F]`, of the shape of h; `producer` is the activation's."""
+    (h, of_h), (dy, of_dy) = _numbered(h), _numbered(dy)
     _check("h", h)
     _check("dy", dy)
     f = columns(producer, h.shape[1])
@@ -82,7 +91,8 @@ def activation_gradient(
             f"dy: got {tuple(dy.shape)}; the activation of h {tuple(h.shape)} has the shape "
             f"{(h.shape[0], f)}"
         )
-    return Lazy(producer.gradient(), (h, dy), (h.shape[0], h.shape[1]), dtype or h.dtype)
+    inputs: Inputs = (h, dy) if of_h is None and of_dy is None else (h, dy, of_h, of_dy)
+    return Lazy(producer.gradient(), inputs, (h.shape[0], h.shape[1]), dtype or h.dtype)
 
 
 def normalized(
@@ -178,6 +188,24 @@ def _produce(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -
     return out
 
 
+def _measured(
+    p: Producer,
+    inputs: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    row: Cast | None,
+    col: Cast | None,
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """`_produce`, and the global amaxes of both copies, those that the kernel found on its way."""
+    kernels = _kernels(inputs)
+    if kernels is None or not kernels.measures(p, inputs, dtype, row, col):
+        return _produce(p, inputs, dtype), (None, None)
+    out = _produce_fake(p, inputs, dtype)
+    found = [None if c is None else dispatch._empty(out, (1,), torch.float32) for c in (row, col)]
+    amaxes = (found[0], found[1])
+    kernels.value_measured(p, _rows(inputs), row, col, out, amaxes)
+    return out, amaxes
+
+
 def _interleaved(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """`_produce` by way of copies whose halves lie apart."""
     h, *rest = inputs
@@ -198,11 +226,16 @@ def _reference(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype)
         assert rstd is not None
         made = reference.norm(x, mean, rstd, gamma, beta, p.zero_centered, dtype)
     elif p.differentiates:
-        assert rest[0] is not None
-        made = reference.activate_gradient(x, rest[0], p, dtype)
+        dy, of_h, of_dy = (*rest, None, None)[:3]
+        assert dy is not None
+        made = reference.activate_gradient(_whole(x, of_h), _whole(dy, of_dy), p, dtype)
     else:
-        made = reference.activate(x, p, dtype)
+        made = reference.activate(_whole(x, *rest), p, dtype)
     return dispatch._compact(made, made.shape)
+
+
+def _whole(x: Tensor, number: Tensor | None = None) -> Tensor:
+    return x if number is None else Scaled(x, number).value()
 
 
 def _produce_fake(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -253,7 +286,10 @@ def _quantize(  # noqa: PLR0913  (the operator's)
 ) -> list[Tensor]:
     kernels = _kernels(inputs)
     if kernels is None or not kernels.fuses(p, inputs, dtype, row, col):
-        made = _produce(p, inputs, dtype)
+        if row_amax is not None or col_amax is not None:
+            made = _produce(p, inputs, dtype)
+        else:
+            made, (row_amax, col_amax) = _measured(p, inputs, dtype, row, col)
         return dispatch._quantize(made, row, col, row_amax, col_amax, seed, None, keep_amax)
     x = inputs[0]
     assert x is not None
@@ -327,7 +363,8 @@ def _fake_quantize(
         out = dispatch._buffers(x, value_parts(_shape(p, inputs), row, col, keep_col))
         kernels.values(p, _rows(inputs), row, col, out)
         return list(out.values())
-    return dispatch._fake_quantize(_produce(p, inputs, dtype), row, col, keep_col, seed)
+    made, amaxes = _measured(p, inputs, dtype, row, col)
+    return dispatch._fake_quantize(made, row, col, keep_col, seed, known=amaxes)
 
 
 def _fake_quantize_fake(

@@ -20,6 +20,7 @@ from .. import library, scalars
 from ..operands import activation_backward, operands
 from ..producer import Producer
 from ..producers import activated, activation_gradient
+from ..scaled import Scaled, parts, whole
 from .linear import Call, Gradient, cast_gradient, dgrad, finish, fprop, probed_gradient, wgrad
 from .link import Link
 from .probe import X_COL, X_ROW, probed
@@ -35,19 +36,19 @@ class ActivationCall(NamedTuple):
 
 
 class Activation(Link):
-    """`y = act(h)`; what follows makes it when it reads it."""
+    """`y = act(h)`; what follows makes it when it reads it. h and the gradient may be `Scaled`."""
 
     @staticmethod
     def compute(
-        h: Tensor, params: tuple[Any, ...], call: ActivationCall
+        h: Tensor | Scaled, params: tuple[Any, ...], call: ActivationCall
     ) -> tuple[Any, tuple[Any, ...]]:
-        return activated(h, call.activation, call.dtype), (h,)
+        return activated(h, call.activation, call.dtype), parts(h)
 
     @staticmethod
     def backward(
-        grad: Tensor | None, kept: list[Any], call: ActivationCall
+        grad: Tensor | Scaled | None, kept: list[Any], call: ActivationCall
     ) -> tuple[Tensor | None, tuple[()]]:
-        (h,) = kept
+        h = whole(*kept)
         kept.clear()
         if grad is None:
             return None, ()
@@ -71,13 +72,13 @@ def fusable(before: Call, call: Call) -> bool:
 
 
 class ActivatedLinear(Link):
-    """`y = act(h) w^T + bias`."""
+    """`y = act(h) w^T + bias`; h may be `Scaled`, and so may dy be, which stays in here."""
 
     params = 2
 
     @staticmethod
     def compute(
-        h: Tensor, params: tuple[Any, ...], both: ActivatedCall
+        h: Tensor | Scaled, params: tuple[Any, ...], both: ActivatedCall
     ) -> tuple[Tensor, tuple[Any, ...]]:
         weight, bias = params
         call, plan = both.call, both.call.plan
@@ -100,13 +101,14 @@ class ActivatedLinear(Link):
         y, kept_w = fprop(a, weight, bias, call)
         # What the column copy is scaled by: forward's amax, or its delayed scale.
         known = x_row.amax if need_dw and not plan.x_row.tiled else None
-        return y, (h if need_dw or call.needs[0] else None, known, *kept_w)
+        kept_h = parts(h) if need_dw or call.needs[0] else (None, None)
+        return y, (*kept_h, known, *kept_w)
 
     @staticmethod
     def backward(
         grad: Any, kept: list[Any], both: ActivatedCall
     ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
-        h, known, kept_w = kept[0], kept[1], kept[2:]
+        h, known, kept_w = whole(*kept[:2]), kept[2], kept[3:]
         kept.clear()
         call, before = both.call, both.before
         plan, earlier = call.plan, before.plan
@@ -115,9 +117,9 @@ class ActivatedLinear(Link):
         need_dx, need_dw, need_db = call.needs
         rows = call._replace(needs=(need_dx, False, need_db))
         keeps = need_dw and not plan.g_row.tiled and plan.g_row == plan.g_col
-        g_row, _, db = cast_gradient(grad, rows, keep_amax=keeps and not plan.delayed[2])
+        g_row, _, db = cast_gradient(grad, rows, keep_amax=keeps and not plan.delayed[3])
         g_amax = g_row.amax if keeps and g_row is not None else None
-        dy = dgrad(g_row, kept_w, call)
+        dy = dgrad(g_row, kept_w, call, True)
         del g_row
         x_col = plan.x_col if need_dw else None
         live = (known, None) if plan.delayed[0] and known is not None else None

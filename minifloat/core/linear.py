@@ -25,6 +25,7 @@ from ..recipe.delayed import Slots, update
 from ..recipe.plan import Plan
 from ..sums import column_sums
 from ..tensors import QuantizedTensorStorage
+from ..unscaled import unscaled
 from .link import Link
 from .probe import G_COL, G_ROW, W_COL, W_ROW, X_COL, X_ROW, dense, precise, probed, value
 
@@ -67,7 +68,8 @@ class Call(NamedTuple):
     before. `main_grad` receives the weight's gradient instead of autograd; `overwrite` stores it
     there instead of adding. `seed` is what stochastic rounding draws from. `save_input` keeps x as
     it is instead of its column copy. `alpha` scales the three products, and `add` joins what the
-    call returns, y in forward and dx in backward, in its memory if `in_place`: see `gemm`.
+    call returns, y in forward and dx in backward, in its memory if `in_place`: see `gemm`. `hands`:
+    whether who reads y, and dx, takes `Scaled`.
     """
 
     plan: Plan
@@ -92,6 +94,7 @@ class Call(NamedTuple):
     alpha: float = 1.0
     add: Tensor | None = None
     in_place: bool = False
+    hands: tuple[bool, bool] = (False, False)
 
 
 class Gradient(NamedTuple):
@@ -107,12 +110,13 @@ class Linear(Link):
     """`y = x w^T + bias` of `x[M, K]`, `weight[N, K]`, `bias[N]`.
 
     x may be a Lazy matrix, and the gradient a `Gradient`: their producers and this share a kernel.
+    y and dx may be `Scaled`, if the call says who takes that.
     """
 
     params = 2
 
     @staticmethod
-    def compute(x: Any, params: tuple[Any, ...], call: Call) -> tuple[Tensor, tuple[Any, ...]]:
+    def compute(x: Any, params: tuple[Any, ...], call: Call) -> tuple[Any, tuple[Any, ...]]:
         """(y, what backward needs)."""
         weight, bias = params
         plan, need_dw = call.plan, call.needs[1]
@@ -154,7 +158,7 @@ class Linear(Link):
             dw = wgrad(g_col, x_col, call)
             del x_col
         del g_col
-        dx = dgrad(g_row, kept_w, call)
+        dx = dgrad(g_row, kept_w, call, call.hands[1])
         finish(call)
         return dx, (dw, db)
 
@@ -162,12 +166,15 @@ class Linear(Link):
 # ------------------------------------------------------------------------------- the three products
 def fprop(
     x_row: Operand, weight: Any, bias: Tensor | None, call: Call
-) -> tuple[Tensor, tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...]]:
     """(y, what dgrad needs)."""
     plan, (need_dx, _, _) = call.plan, call.needs
     w_row = _weight_row(weight, call, need_dx)
     b = w_row if call.probe is None else probed(W_ROW, w_row, weight, call)
-    y = product(FPROP, x_row, b, call, call.dtype, bias=bias, **_joining(call))
+    if call.hands[0] and bias is None and not _joins(call):
+        y = product(FPROP, x_row, b, call, call.dtype, unscaled)
+    else:
+        y = product(FPROP, x_row, b, call, call.dtype, bias=bias, **_joining(call))
     # Backward casts the weight again: by the scale of now, or from the amax that is known.
     recasts = need_dx and call.workspace is None and not plan.w_row.tiled
     w_scale = w_row.amax if recasts else None
@@ -175,14 +182,19 @@ def fprop(
     return y, (*kept_w, weight if need_dx else None, w_scale)
 
 
-def dgrad(g_row: Operand | None, kept_w: list[Any], call: Call) -> Any:
-    """The gradient of x, or None; `kept_w` is what fprop kept."""
+def dgrad(g_row: Operand | None, kept_w: list[Any], call: Call, hands: bool = False) -> Any:
+    """The gradient of x, or None; `kept_w` is what fprop kept.
+
+    `hands`: who reads it takes `Scaled`.
+    """
     if not call.needs[0]:
         return None
     assert g_row is not None
     w_col = _weight_col(kept_w[3], kept_w[:3], kept_w[4], g_row.data, call)
     if call.probe is not None:
         w_col = probed(W_COL, w_col, kept_w[3], call)
+    if hands and call.grad_input is None and not _joins(call):
+        return product(DGRAD, g_row, w_col, call, call.dtype, unscaled)
     dx = product(DGRAD, g_row, w_col, call, call.dtype, **_joining(call))
     return dx if call.grad_input is None else quantized_grad(dx, call)
 
@@ -199,7 +211,7 @@ def wgrad(g_col: Any, x_col: Any, call: Call, **by: Any) -> Tensor | None:
         by["alpha"] = call.alpha
     out = call.main_grad
     if out is None:
-        return product(WGRAD, g_col, x_col, call, call.grad_dtype, **by)
+        return product(WGRAD, g_col, x_col, call, call.grad_dtype, **by)  # type: ignore[no-any-return]
     add = not call.overwrite
     product(WGRAD, g_col, x_col, call, call.grad_dtype, out=out, accumulate=add, **by)
     return stand_in(out.shape, call, out.device)
@@ -211,12 +223,13 @@ def product(
     b: Any,
     call: Call,
     dtype: torch.dtype,
-    multiply: Callable[..., Tensor] = gemm,
+    multiply: Callable[..., Any] = gemm,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """`a b^T` of one of the three, counted, and accumulated as the plan says.
 
-    Operands of matrices are multiplied by `gemm`; those of groups by what `core.grouped` gives.
+    Operands of matrices are multiplied by `gemm`, or by `unscaled` for who takes `Scaled`; those of
+    groups by what `core.grouped` gives.
     """
     a = tally(which, a, b, call)
     return multiply(a, b, out_dtype=dtype, fast=call.plan.fast[which], **options)
@@ -230,9 +243,14 @@ def stand_in(shape: Any, call: Call, device: torch.device) -> Tensor | None:
     return make(shape, dtype=call.grad_dtype, device=device)
 
 
+def _joins(call: Call) -> bool:
+    """Whether anything becomes part of the product that a call returns."""
+    return call.add is not None or call.alpha != 1.0
+
+
 def _joining(call: Call) -> dict[str, Any]:
     """What `gemm` makes part of the product that a call returns."""
-    if call.add is None and call.alpha == 1.0:
+    if not _joins(call):
         return {}
     return {"alpha": call.alpha, "add": call.add, "in_place": call.in_place}
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import norms
 from ..producers import normalized
+from ..scaled import Scaled
 from .link import Link
 
 __all__ = ["Norm", "NormCall"]
@@ -31,7 +32,10 @@ class NormCall(NamedTuple):
 
 
 class Norm(Link):
-    """Over the columns of `x[M, K]`, with `gamma[K]` and `beta[K]` (None: RMSNorm)."""
+    """Over the columns of `x[M, K]`, with `gamma[K]` and `beta[K]` (None: RMSNorm).
+
+    The gradient may be `Scaled`.
+    """
 
     params = 2
 
@@ -54,7 +58,7 @@ class Norm(Link):
 
     @staticmethod
     def backward(
-        grad: Tensor | None, kept: list[Any], call: NormCall
+        grad: Tensor | Scaled | None, kept: list[Any], call: NormCall
     ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
         x, mean, rstd, gamma = kept
         kept.clear()

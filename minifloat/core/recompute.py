@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import scalars
 from ..operands import Live
+from ..scaled import parts
 from .linear import Call
 from .link import Link
 
@@ -20,7 +21,7 @@ __all__ = ["Recomputed", "RecomputedCall", "RecomputedPair"]
 
 class RecomputedCall(NamedTuple):
     """`links` are run again in backward, and then `last`, if any, which is not: of what it saves,
-    the first tensor is its input, and is not kept either."""
+    the first two are the `parts` of its input, and are not kept either."""
 
     links: tuple[tuple[Any, Any], ...]
     last: tuple[Any, Any] | None = None
@@ -52,7 +53,7 @@ class Recomputed(Link):
         if call.last is not None:
             op, of = call.last
             y, more = op.compute(y, params[at : at + op.params], of)
-            kept.extend(more[1:])
+            kept.extend(more[2:])
         return y, (x, *params[:at], *kept)
 
     @staticmethod
@@ -73,7 +74,7 @@ class Recomputed(Link):
         kept.clear()
         if call.last is not None:
             op, of = call.last
-            grad, found = op.backward(grad, [y, *rest], of)
+            grad, found = op.backward(grad, [*parts(y), *rest], of)
         del y
         for op, of, saved in reversed(again):
             grad, more = op.backward(grad, saved, of)

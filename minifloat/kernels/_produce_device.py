@@ -31,6 +31,8 @@ __all__ = [
     "numbers",
     "pack2",
     "produced_words",
+    "rounded",
+    "scaled",
     "sigmoid",
 ]
 
@@ -186,13 +188,45 @@ def load_row(p, o, n, EVEN: tl.constexpr, HAS: tl.constexpr, PLUS: tl.constexpr)
 
 
 @triton.jit
+def rounded(b_x):
+    """The bf16 numbers next to b_x, in fp32.
+
+    As the upper half of a word: there and back it would take two instructions, the first one slow.
+    """
+    if IS_PTX:
+        out = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [b_x], dtype=tl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        out = out.to(tl.float32, bitcast=True)
+    else:
+        out = b_x.to(tl.bfloat16).to(tl.float32)
+    return out
+
+
+@triton.jit
+def scaled(b_x, number, x):
+    """fp32 b_x times `number[0]`, rounded to what x points to; without a number, b_x."""
+    if number is not None:
+        b_x = b_x * tl.load(number)
+        if x.dtype.element_ty == tl.bfloat16:
+            b_x = rounded(b_x)
+        else:
+            b_x = b_x.to(x.dtype.element_ty).to(tl.float32)
+    return b_x
+
+
+@triton.jit
 def load_produced(
-    x, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, TYPE: tl.constexpr, NORM: tl.constexpr,
-    MEAN: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, ZERO: tl.constexpr,
-    FN: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr, EVEN: tl.constexpr,
+    x, number, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, TYPE: tl.constexpr,
+    NORM: tl.constexpr, MEAN: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
+    ZERO: tl.constexpr, FN: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Tile `[o_m, o_k]` of what is produced, `[M, K]`, in TYPE; zero outside."""
+    """Tile `[o_m, o_k]` of what is produced, `[M, K]`, in TYPE; zero outside.
+
+    `number[0]`, if any, multiplies the x of an activation.
+    """
     m_x = (o_m[:, None] < M) & (o_k[None, :] < K)
     p_x = x + o_m[:, None] * stride + o_k[None, :]
     b_x = (tl.load(p_x) if EVEN else tl.load(p_x, mask=m_x, other=0)).to(tl.float32)  # [BM, BK]
@@ -212,6 +246,8 @@ def load_produced(
         if GATED:
             b_l = tl.load(p_x + K) if EVEN else tl.load(p_x + K, mask=m_x, other=0)
             b_l = b_l.to(tl.float32)
+        b_x = scaled(b_x, number, x)
+        b_l = scaled(b_l, number, x)
         b_y = activate(b_x, b_l, FN, GATED, ALPHA, LIMIT, OFFSET)
         if not EVEN and FN == "sigmoid" and not GATED:
             b_y = tl.where(m_x, b_y, 0.0)

@@ -23,7 +23,14 @@ from ..producer import ACTIVATIONS, Producer, activation
 from . import gradient_blocks
 from ._blocks_device import max4, store_words, word_scales
 from ._device import FP8, abs_bits, encode, high, low, max2, padded, reduce2
-from ._produce_device import differentiate, differentiated_words, in_words, load_four, numbers
+from ._produce_device import (
+    differentiate,
+    differentiated_words,
+    in_words,
+    load_four,
+    numbers,
+    scaled,
+)
 from .produce import amax_launch, partial_amax, tile
 from .sums import column_sums
 from .tensorwise import PARTIALS, find_scale, store_scaled
@@ -48,11 +55,14 @@ _UPPER = tl.constexpr(-0x10000)  # the second number of a word
 
 @triton.jit
 def load_gradient(
-    h, dy, o_m, o_k, M, F, stride, dy_stride, TYPE: tl.constexpr, FN: tl.constexpr,
+    h, dy, of_h, of_dy, o_m, o_k, M, F, stride, dy_stride, TYPE: tl.constexpr, FN: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, CLIP: tl.constexpr, OFFSET: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `[o_m, o_k]` of dg, dl and y in TYPE; zero outside [M, F)."""
+    """Tiles `[o_m, o_k]` of dg, dl and y in TYPE; zero outside [M, F).
+
+    The numbers `of_h[0]` and `of_dy[0]`, where there are any, multiply h and dy.
+    """
     m_h = (o_m[:, None] < M) & (o_k[None, :] < F)
     p_h = h + o_m[:, None] * stride + o_k[None, :]
     p_d = dy + o_m[:, None] * dy_stride + o_k[None, :]
@@ -61,13 +71,14 @@ def load_gradient(
     if GATED:
         b_l = (tl.load(p_h + F) if EVEN else tl.load(p_h + F, mask=m_h, other=0)).to(tl.float32)
     b_d = (tl.load(p_d) if EVEN else tl.load(p_d, mask=m_h, other=0)).to(tl.float32)
+    b_g, b_l, b_d = scaled(b_g, of_h, h), scaled(b_l, of_h, h), scaled(b_d, of_dy, dy)
     dg, dl, y = differentiate(b_g, b_l, b_d, FN, GATED, ALPHA, CLIP, OFFSET)
     return dg.to(TYPE), dl.to(TYPE), y.to(TYPE)
 
 
 @triton.jit
 def value_kernel(
-    h, dy, out, M, F, stride, dy_stride, FN: tl.constexpr, GATED: tl.constexpr,
+    h, dy, of_h, of_dy, out, M, F, stride, dy_stride, FN: tl.constexpr, GATED: tl.constexpr,
     ALPHA: tl.constexpr, CLIP: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr,
     EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -76,8 +87,9 @@ def value_kernel(
     o_m = (tl.program_id(0) // n_k).to(tl.int64) * BM + tl.arange(0, BM)
     o_k = (tl.program_id(0) % n_k).to(tl.int64) * BK + tl.arange(0, BK)
     dg, dl, _ = load_gradient(
-        h, dy, o_m, o_k, M, F, stride, dy_stride, DTYPE, FN, GATED, ALPHA, CLIP, OFFSET, EVEN
-    )
+        h, dy, of_h, of_dy, o_m, o_k, M, F, stride, dy_stride, DTYPE, FN, GATED, ALPHA, CLIP,
+        OFFSET, EVEN,
+    )  # fmt: skip
     m_h = (o_m[:, None] < M) & (o_k[None, :] < F)
     p_o = out + o_m[:, None] * (2 * F if GATED else F) + o_k[None, :]
     tl.store(p_o, dg, mask=None if EVEN else m_h)
@@ -99,8 +111,9 @@ def amax_kernel(
         o_m = (i_t // n_k) * BM + tl.arange(0, BM)
         o_k = (i_t % n_k) * BK + tl.arange(0, BK)
         dg, dl, _ = load_gradient(
-            h, dy, o_m, o_k, M, F, stride, dy_stride, DTYPE, FN, GATED, ALPHA, CLIP, OFFSET, EVEN
-        )
+            h, dy, None, None, o_m, o_k, M, F, stride, dy_stride, DTYPE, FN, GATED, ALPHA, CLIP,
+            OFFSET, EVEN,
+        )  # fmt: skip
         b_max = tl.maximum(b_max, abs_bits(dg))
         if GATED:
             b_max = tl.maximum(b_max, abs_bits(dl))
@@ -134,8 +147,9 @@ def scaled_kernel(
     o_m = i_m * BM + tl.arange(0, BM)
     o_k = (i_t % n_k).to(tl.int64) * BK + tl.arange(0, BK)
     dg, dl, y = load_gradient(
-        h, dy, o_m, o_k, M, F, stride, dy_stride, DTYPE, FN, GATED, ALPHA, CLIP, OFFSET, EVEN
-    )
+        h, dy, None, None, o_m, o_k, M, F, stride, dy_stride, DTYPE, FN, GATED, ALPHA, CLIP,
+        OFFSET, EVEN,
+    )  # fmt: skip
     # Rows of codes have K columns; those of this tile are masked by F, as the halves are.
     K = 2 * F if GATED else F
     top = 0
@@ -347,12 +361,14 @@ def backward(
 
 # ----------------------------------------------------------------------------------------- launches
 def arguments(p: Producer, inputs: Sequence[Tensor | None]) -> dict[str, Any]:
-    """The arguments that every kernel here has."""
-    h, dy = inputs
+    """The arguments that every kernel here has; numbers of h and dy are for `value_kernel`."""
+    h, dy, of_h, of_dy = (*inputs, None, None)[:4]
     assert h is not None and dy is not None
     m, f = dy.shape
-    read = {"h": h, "dy": dy, "M": m, "F": f, "stride": h.stride(0), "dy_stride": dy.stride(0)}
-    return read | numbers(p)
+    return {
+        "h": h, "dy": dy, "of_h": of_h, "of_dy": of_dy, "M": m, "F": f, "stride": h.stride(0),
+        "dy_stride": dy.stride(0), **numbers(p),
+    }  # fmt: skip
 
 
 def _value(p: Producer, inputs: Sequence[Tensor | None], out: Tensor) -> Launch:
@@ -438,6 +454,7 @@ def variants() -> Iterator[Variant]:
             h = torch.empty(m, 2 * f if p.gated else f, dtype=dtype, device="meta")
             inputs = (h, torch.empty(m, f, dtype=dtype, device="meta"))
             yield Variant.of(f"value_{name}_{tag}", _value(p, inputs, h))
+            yield Variant.of(f"value_scaled_{name}_{tag}", _value(p, (*inputs, one, one), h))
             yield Variant.of(f"amax_{name}_{tag}", _amax(p, inputs, dtype))
             for sums in (False, True):
                 end = f"{name}{'_sums' * sums}_{tag}"

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import abs_bits
-from ._produce_device import TYPES, load_row, normalize
+from ._produce_device import TYPES, load_row, normalize, scaled
 from .sums import column_sums
 from .tensorwise import PARTIALS, finish
 from .variant import Config, Launch, Variant
@@ -34,6 +34,12 @@ _INF = tl.constexpr(0x7F800000)
 @triton.jit
 def load_x(x, i_m, o_k, K, stride):
     return tl.load(x + i_m * stride + o_k, mask=o_k < K, other=0).to(tl.float32)
+
+
+@triton.jit
+def load_scaled(x, number, i_m, o_k, K, stride):
+    """`load_x`, times `number[0]` if there is one, rounded to x's dtype."""
+    return scaled(load_x(x, i_m, o_k, K, stride), number, x)
 
 
 @triton.jit
@@ -103,7 +109,7 @@ def stats_kernel(
 
 @triton.jit
 def backward_kernel(
-    dy, x, mean, rstd, gamma, add, dx, dgamma, dbeta, M, K, dy_stride, stride, add_stride,
+    dy, number, x, mean, rstd, gamma, add, dx, dgamma, dbeta, M, K, dy_stride, stride, add_stride,
     MEAN: tl.constexpr, GAMMA: tl.constexpr, ZERO: tl.constexpr, ADD: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +122,7 @@ def backward_kernel(
     b_db = tl.zeros((BK,), tl.float32)
     for i_m in range(i_p, M, tl.num_programs(0)):
         b_x = load_x(x, i_m, o_k, K, stride)
-        b_d = load_x(dy, i_m, o_k, K, dy_stride)
+        b_d = load_scaled(dy, number, i_m, o_k, K, dy_stride)
         r = tl.load(rstd + i_m)
         b_h = b_x
         if MEAN:
@@ -143,7 +149,7 @@ def backward_kernel(
 
 @triton.jit
 def wide_kernel(
-    dy, x, mean, rstd, gamma, add, dx, dgamma, dbeta, M, K, dy_stride, stride, add_stride,
+    dy, number, x, mean, rstd, gamma, add, dx, dgamma, dbeta, M, K, dy_stride, stride, add_stride,
     MEAN: tl.constexpr, GAMMA: tl.constexpr, ZERO: tl.constexpr, ADD: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +165,7 @@ def wide_kernel(
             o_k = i_k + o_b
             b_h = load_x(x, i_m, o_k, K, stride)
             b_h = tl.where(o_k < K, b_h - mu, 0.0) * r if MEAN else b_h * r
-            b_w = load_x(dy, i_m, o_k, K, dy_stride)
+            b_w = load_scaled(dy, number, i_m, o_k, K, dy_stride)
             if GAMMA:
                 b_w = b_w * load_row(gamma, o_k, K, False, GAMMA, ZERO)
             b_1 += b_w
@@ -171,7 +177,7 @@ def wide_kernel(
             m_k = o_k < K
             b_h = load_x(x, i_m, o_k, K, stride)
             b_h = tl.where(m_k, b_h - mu, 0.0) * r if MEAN else b_h * r
-            b_d = load_x(dy, i_m, o_k, K, dy_stride)
+            b_d = load_scaled(dy, number, i_m, o_k, K, dy_stride)
             b_w = b_d
             if GAMMA:
                 b_w = b_w * load_row(gamma, o_k, K, False, GAMMA, ZERO)
@@ -221,9 +227,10 @@ def backward(
     add: Tensor | None,
     zero_centered: bool,
     out: Sequence[Tensor],
+    number: Tensor | None = None,
 ) -> None:
-    """`out` = [dx, dgamma, dbeta]: those that there are."""
-    launch = _backward(dy, x, mean, rstd, gamma, add, zero_centered, out[0])
+    """`out` = [dx, dgamma, dbeta]: those that there are; `number`, if any, multiplies dy."""
+    launch = _backward(dy, x, mean, rstd, gamma, add, zero_centered, out[0], number)
     launch.run()
     for name, sums in zip(("dgamma", "dbeta"), out[1:], strict=False):
         column_sums(launch.args[name], sums)
@@ -269,6 +276,7 @@ def _backward(
     add: Tensor | None,
     zero_centered: bool,
     dx: Tensor,
+    number: Tensor | None = None,
 ) -> Launch:
     m, k = x.shape
     config = _config(k)
@@ -282,11 +290,11 @@ def _backward(
         shape = (programs, k)
         sums[:n] = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(n)]
     args: dict[str, Any] = {
-        "dy": dy, "x": x, "mean": mean, "rstd": rstd, "gamma": gamma, "add": add, "dx": dx,
-        "dgamma": sums[0], "dbeta": sums[1], "M": m, "K": k, "dy_stride": dy.stride(0),
-        "stride": x.stride(0), "add_stride": 0 if add is None else add.stride(0),
-        "MEAN": mean is not None, "GAMMA": gamma is not None, "ZERO": zero_centered,
-        "ADD": add is not None, "BK": config.k,
+        "dy": dy, "number": number, "x": x, "mean": mean, "rstd": rstd, "gamma": gamma,
+        "add": add, "dx": dx, "dgamma": sums[0], "dbeta": sums[1], "M": m, "K": k,
+        "dy_stride": dy.stride(0), "stride": x.stride(0),
+        "add_stride": 0 if add is None else add.stride(0), "MEAN": mean is not None,
+        "GAMMA": gamma is not None, "ZERO": zero_centered, "ADD": add is not None, "BK": config.k,
     }  # fmt: skip
     return Launch(fn, programs, args, config)
 
@@ -305,3 +313,5 @@ def variants() -> Iterator[Variant]:
             for add in (None, x):
                 launch = _backward(x, x, mean, stat, gamma, add, True, x)
                 yield Variant.of(f"backward{'_add' * (add is not None)}_{end}", launch)
+            launch = _backward(x, x, mean, stat, gamma, None, True, x, one)
+            yield Variant.of(f"backward_scaled_{end}", launch)

@@ -62,7 +62,7 @@ _UPPER = tl.constexpr(-0x10000)  # the second number of a word
 
 @triton.jit
 def value_kernel(
-    x, mean, rstd, gamma, beta, out, M, K, stride, NORM: tl.constexpr, MEAN: tl.constexpr,
+    x, number, mean, rstd, gamma, beta, out, M, K, stride, NORM: tl.constexpr, MEAN: tl.constexpr,
     GAMMA: tl.constexpr, BETA: tl.constexpr, ZERO: tl.constexpr, FN: tl.constexpr,
     GATED: tl.constexpr, ALPHA: tl.constexpr, CLIP: tl.constexpr, OFFSET: tl.constexpr,
     DTYPE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -74,8 +74,8 @@ def value_kernel(
     o_m = i_m * BM + tl.arange(0, BM)
     o_k = i_k * BK + tl.arange(0, BK)
     b_y = load_produced(
-        x, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, DTYPE, NORM, MEAN, GAMMA, BETA, ZERO,
-        FN, GATED, ALPHA, CLIP, OFFSET, EVEN,
+        x, number, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, DTYPE, NORM, MEAN, GAMMA, BETA,
+        ZERO, FN, GATED, ALPHA, CLIP, OFFSET, EVEN,
     )  # [BM, BK]  # fmt: skip
     store_tile(out, b_y, o_m, o_k, M, K, EVEN)
 
@@ -96,8 +96,8 @@ def amax_kernel(
         o_m = (i_t // n_k) * BM + tl.arange(0, BM)
         o_k = (i_t % n_k) * BK + tl.arange(0, BK)
         b_y = load_produced(
-            x, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, DTYPE, NORM, MEAN, GAMMA, BETA,
-            ZERO, FN, GATED, ALPHA, CLIP, OFFSET, EVEN,
+            x, None, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, DTYPE, NORM, MEAN, GAMMA,
+            BETA, ZERO, FN, GATED, ALPHA, CLIP, OFFSET, EVEN,
         )  # fmt: skip
         b_max = tl.maximum(b_max, abs_bits(b_y))
     tl.store(partial + i_p, tl.max(b_max))
@@ -123,8 +123,8 @@ def scaled_kernel(
     o_m = i_m * BM + tl.arange(0, BM)
     o_k = i_k * BK + tl.arange(0, BK)
     b_y = load_produced(
-        x, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, DTYPE, NORM, MEAN, GAMMA, BETA, ZERO,
-        FN, GATED, ALPHA, CLIP, OFFSET, EVEN,
+        x, None, mean, rstd, gamma, beta, o_m, o_k, M, K, stride, DTYPE, NORM, MEAN, GAMMA, BETA,
+        ZERO, FN, GATED, ALPHA, CLIP, OFFSET, EVEN,
     )  # [BM, BK]  # fmt: skip
     store_scaled(
         b_y, row, col, source, n, amax, scale_inv, kept, eps, i_p, o_m, o_k, M, K,
@@ -266,12 +266,20 @@ def quantize_scaled(
 
 # ----------------------------------------------------------------------------------------- launches
 def arguments(p: Producer, inputs: Sequence[Tensor | None]) -> dict[str, Any]:
-    """The arguments that every kernel here has: what is read, and how y comes of it."""
-    x, mean, rstd, gamma, beta = (*inputs, None, None, None, None)[:5]
+    """The arguments that every kernel here has: what is read, and how y comes of it.
+
+    The number that multiplies h is for `value_kernel`.
+    """
+    number = None
+    if p.normalizes:
+        x, mean, rstd, gamma, beta = inputs
+    else:
+        x, number = (*inputs, None)[:2]
+        mean = rstd = gamma = beta = None
     assert x is not None
     m, k = x.shape
     return {
-        "x": x, "mean": mean, "rstd": rstd, "gamma": gamma, "beta": beta,
+        "x": x, "number": number, "mean": mean, "rstd": rstd, "gamma": gamma, "beta": beta,
         "M": m, "K": k // 2 if p.gated else k, "stride": x.stride(0),
         "NORM": p.normalizes, "MEAN": mean is not None, "GAMMA": gamma is not None,
         "BETA": beta is not None, "ZERO": p.zero_centered, **numbers(p),
@@ -412,6 +420,8 @@ def variants() -> Iterator[Variant]:
             yield Variant.of(f"scaled_both_{name}", launch)
             continue
         yield Variant.of(f"value_{name}", _value(p, inputs, x))
+        if not p.normalizes:
+            yield Variant.of(f"value_scaled_{name}", _value(p, (x, one), x))
         yield Variant.of(f"amax_{name}", _amax(*of))
         for direction, prefixes in directions.items():
             out = {f"{d}_data": code for d in prefixes} | {"scale": one}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..formats import Cast
 from ..producer import Producer
-from . import activation_grad, gradient_e8m0, produce, produce_e8m0
+from . import activation_grad, fp4_produce, gradient_e8m0, produce, produce_e8m0
 from .produce import quantize_scaled
 from .produce_e8m0 import has_blocks
 
@@ -18,9 +18,11 @@ __all__ = [
     "backward",
     "fuses",
     "fuses_backward",
+    "measures",
     "quantize",
     "quantize_scaled",
     "value",
+    "value_measured",
     "values",
 ]
 
@@ -30,6 +32,25 @@ Inputs = Sequence[Tensor | None]
 def value(p: Producer, inputs: Inputs, out: Tensor) -> None:
     """`out` = what `p` produces, in its dtype."""
     (activation_grad if p.differentiates else produce).value(p, inputs, out)
+
+
+def measures(
+    p: Producer, inputs: Inputs, dtype: torch.dtype, row: Cast | None, col: Cast | None
+) -> bool:
+    """Whether `value_measured` makes what these casts read, and the amaxes that they need."""
+    return fp4_produce.fuses(p, inputs, dtype, row, col)
+
+
+def value_measured(
+    p: Producer,
+    inputs: Inputs,
+    row: Cast | None,
+    col: Cast | None,
+    out: Tensor,
+    amaxes: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """`value`, and into `amaxes` the global amaxes of what it makes under these casts."""
+    fp4_produce.produce(p, inputs, out, row, col, *amaxes)
 
 
 def fuses(
@@ -43,11 +64,21 @@ def fuses(
 ) -> bool:
     """Whether `quantize`, or `values`, makes these copies of what `p` produces in `dtype`."""
     cast = row if row is not None else col
-    if cast is None or p.differentiates:
+    if cast is None or p.differentiates or _has_numbers(p, inputs):
         return False
     if has_blocks(cast):
         return produce_e8m0.fuses(p, inputs, dtype, row, col)
     return not as_values and produce.fuses(p, inputs, dtype, row, col)
+
+
+def _has_numbers(p: Producer, inputs: Inputs) -> bool:
+    """Whether what is read is multiplied by a number: kernels of values alone do that.
+
+    Products that leave a number are of formats that no kernel here casts to. A recipe that casts
+    the activation of one to another format has it made, then cast: bytes are those of a pass that
+    multiplies.
+    """
+    return not p.normalizes and len(inputs) > (2 if p.differentiates else 1)
 
 
 def quantize(
@@ -88,6 +119,8 @@ def fuses_backward(
     """Whether `backward` makes these copies: of dh's row and column, and of y's column."""
     cast = row if row is not None else col
     assert cast is not None
+    if _has_numbers(p, inputs):
+        return False
     if has_blocks(cast):
         return gradient_e8m0.fuses_backward(p, inputs, dtype, row, col, act)
     return not as_values and activation_grad.fuses_backward(p, inputs, dtype, row, col, act)

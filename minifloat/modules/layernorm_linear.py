@@ -150,6 +150,8 @@ class LayerNormLinear(Weighted, Normed):
         if call.grad_input is not None:  # the gradient of the norm's input ends the backward
             links = ((collectives.QuantizeGrad, call),)
             call = call._replace(grad_input=None, slots=None)
+        if not (self._collects() or self.return_layernorm_output):
+            call = call._replace(hands=(False, True))  # the norm's gradient reads dx next
         inner = self._links(call, inp.shape)
         lazy = not self.return_layernorm_output and begun.calibration is None
         links = (*links, self._norm_link(inp, plan, lazy), *self._tapped(inner))

@@ -309,6 +309,10 @@ class LayerNormMLP(Module, Normed):
         return (y, *extra) if extra else y
 
     def _chain(self, norm: Any, call1: Call, call2: Call, inp: Any) -> tuple[Any, ...]:
+        # The activation, its gradient and the norm's multiply by what a product leaves to them.
+        normed = not (self.fc1._collects() or self.return_layernorm_output)
+        call1 = call1._replace(hands=(True, normed))
+        call2 = call2._replace(hands=(False, True))
         first = self.fc1._links(call1, inp.shape)
         second = self.fc2._links(call2, self._gathered(inp.shape))
         after = second[1:]  # a collective

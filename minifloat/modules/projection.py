@@ -182,9 +182,11 @@ class Projection(CachesWeight):
 
     def _links(self, call: Call, shape: tuple[int, ...]) -> tuple[Any, ...]:
         """The operation, between its collectives, on an input of `shape`."""
-        if self._tp is not None and self._tp.size > 1 and self.parallel_mode is not None:
-            return self._parallel(call, shape)
-        return ((LinearOp, call),)
+        return self._parallel(call, shape) if self._collects() else ((LinearOp, call),)
+
+    def _collects(self) -> bool:
+        """Whether there are collectives around the operation."""
+        return self._tp is not None and self._tp.size > 1 and self.parallel_mode is not None
 
     def _parallel(self, call: Call, shape: tuple[int, ...]) -> tuple[Any, ...]:
         assert self._tp is not None

@@ -60,6 +60,7 @@ IN_CI = re.compile(
     | ^ragged-ragged_scaled_fp8_e4m3_spread_bf16_4096x4096-  # in words
     | ^grouped_gemm-.*(fast|split|blocks1?)_whole-
     | ^flat_gemm-(rows|contraction_fast)_whole-
+    | ^fp4_produce-row_swiglu_scaled_
     | ^fp4-fp4_(plain|stochastic|tiles)_both_bf16_4097x4000-
     | ^fp4-fp4_plain_both_bf16_4097x4000_fake-
     """,

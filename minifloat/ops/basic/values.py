@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ...scaled import Scaled
 from ...tensors import QuantizedTensorStorage
 
 __all__ = ["folded", "matrix", "plain"]
+
+Matrix = TypeVar("Matrix", Tensor, Scaled)
 
 
 def plain(x: Any) -> Tensor:
@@ -18,9 +21,9 @@ def plain(x: Any) -> Tensor:
     return x  # type: ignore[no-any-return]
 
 
-def folded(x: Tensor) -> Tensor:
+def folded(x: Matrix) -> Matrix:
     """`x[..., K]` as `[M, K]`."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if len(x.shape) == 2 else x.reshape(-1, x.shape[-1])
 
 
 def matrix(x: Any) -> Tensor:

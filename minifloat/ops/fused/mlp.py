@@ -53,6 +53,7 @@ class FusedMLP(FusedOperation):
         first, second = self._linears()
         given = fwd_kwargs["basic_op_kwargs"]
         call1, call2 = given[0]["call"], given[self._act + 1]["call"]
+        call1 = call1._replace(hands=(True, False))  # the activation reads h next: no rank sums it
         h, saved1 = first.multiply(input_, self._vector(self._bias1, call1), call1)
         shape = (*h.shape[:-1], second.local_out_features)
         joining = add = extra = None
