@@ -74,8 +74,9 @@ def quantize_scaled(
     """`ragged.quantize_scaled` of equal members, each a tensor."""
     for one in matrices:
         check_input(one, cast if row else None, cast if col else None)
-    front = _op("group_quantize_scaled_apart") if _traced() else _quantize_scaled
-    made: list[Tensor] = front(list(matrices), scales, cast, row, col)
+    if not _traced():
+        return _quantize_scaled(list(matrices), scales, cast, row, col, seen)
+    made: list[Tensor] = _op("group_quantize_scaled_apart")(list(matrices), scales, cast, row, col)
     if seen is not None:
         seen.copy_(torch.maximum(seen, made[-1]))
     return made
@@ -101,9 +102,14 @@ def _quantize_fake(matrices: list[Tensor], row: Cast | None, col: Cast | None) -
 
 
 def _quantize_scaled(
-    matrices: list[Tensor], scales: Tensor, cast: Cast, row: bool, col: bool
+    matrices: list[Tensor],
+    scales: Tensor,
+    cast: Cast,
+    row: bool,
+    col: bool,
+    seen: Tensor | None = None,
 ) -> list[Tensor]:
-    return ragged.quantize_scaled(*_flat(matrices), scales, cast, row=row, col=col)
+    return ragged.quantize_scaled(*_flat(matrices), scales, cast, row=row, col=col, seen=seen)
 
 
 def _quantize_scaled_fake(

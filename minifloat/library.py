@@ -43,7 +43,7 @@ def define(definitions: tuple[Definition, ...], *, replayed: bool = False) -> No
     for schema, implementation, fake in definitions:
         name = schema.split("(", 1)[0]
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        run = _replayed(name, implementation) if replayed else implementation
+        run = _without_gradients(_replayed(name, implementation) if replayed else implementation)
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"minifloat::{name}", fake, lib=_LIBRARY)
 
@@ -55,6 +55,19 @@ def _replayed(name: str, implementation: Callable[..., Any]) -> Callable[..., An
         return programs.operator(name, implementation, args)
 
     return run
+
+
+def _without_gradients(run: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator has none, and what it is made of is not to find some: a graph of `torch.export`
+    runs it in whatever mode its caller is in."""
+
+    def closed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        with torch.no_grad():
+            return run(*args, **kwargs)
+
+    return closed
 
 
 def op(name: str) -> Any:

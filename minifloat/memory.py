@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from .inputs import INPUT_DTYPES
 from .modules import LayerNormLinear, LayerNormMLP, Linear
@@ -107,14 +108,16 @@ def memory_report(
     A layer of ours is quantized by its own recipe if it has one, else by `recipe` (None: the
     default). An `nn.Linear` counts as if it were converted, unless there are layers of ours in
     `model`: then it has been left out, and stays as it is. Nothing is computed, and `model` is not
-    changed. Activations have the parameters' dtype; under torch.autocast, its.
+    changed. Activations have the parameters' dtype; under torch.autocast, its. A lazy layer that
+    has not run has no size yet, and is not in it.
     """
     default = get_default_recipe() if recipe is None else check_recipe(recipe, "recipe")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; an nn.Module is needed")
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens: got {tokens!r}; a whole number, at least 1, is needed")
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, *OURS))]
+    every = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, *OURS))]
+    found = [(n, m) for n, m in every if not any(map(is_lazy, m.parameters()))]
     converted = any(isinstance(m, OURS) for _, m in found)
     layers = []
     for name, module in found:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..formats import FP32_MAX
-
 __all__ = ["amax_from_history", "delayed_update", "scale_from_amax"]
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]
@@ -31,7 +29,8 @@ def amax_from_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
 def scale_from_amax(amax: Tensor, scale: Tensor, fmax: Tensor | float, margin: int = 0) -> Tensor:
     """`fmax * 2**-margin / amax`; the old scale where amax is not positive and finite."""
     numerator = torch.as_tensor(fmax, dtype=torch.float32, device=amax.device) * 2.0**-margin
-    new = (numerator / amax).clamp(max=FP32_MAX)
+    # Not a constant of a module: `torch.compile(dynamic=True)` would make a graph's input of it.
+    new = (numerator / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & amax.isfinite(), new, scale)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,18 @@ class Options:
         positive = ("steps", "batch_size", "lr", "checkpoint_every", "log_every", "eval_batches")
         for name in (*positive, "stop_after"):
             value = getattr(options, name)
-            if value is not None and not value > 0:
-                raise TrainError(f"--{name.replace('_', '-')} {value}: must be positive")
+            if value is not None and not 0 < value < math.inf:
+                raise TrainError(f"--{name.replace('_', '-')} {value}: must be positive and finite")
+        if not -(2**63) <= options.seed < 2**64:
+            raise TrainError(f"--seed {options.seed}: must fit into 64 bits")
         if options.resume and options.checkpoint_dir is None:
             raise TrainError("--resume needs --checkpoint-dir: the folder of the run to go on with")
         if options.stop_after is not None and options.checkpoint_dir is None:
             raise TrainError("--stop-after needs --checkpoint-dir: the run would be lost")
         if options.compile_blocks and not options.compile:
             raise TrainError("--compile-blocks and --no-compile: leave one of them out")
+        if options.backend is not None and not options.compile:
+            raise TrainError("--backend and --no-compile: leave one of them out")
         if options.top_k is not None and not options.experts:
             raise TrainError(f"--top-k {options.top_k}: needs --experts, of which a token takes it")
         try:

@@ -143,7 +143,7 @@ def _device(name: str | None, preferred: str) -> torch.device:
         return torch.device(preferred if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.ones(1, device=device).item()  # that it computes: the meta device does not
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         said = str(error).splitlines()[0]
         raise TrainError(f"--device {name}: cannot be used here: {said}") from error

@@ -129,6 +129,13 @@ def test_nothing_is_run_and_nothing_changes() -> None:
         assert torch.equal(b, state[name])
 
 
+def test_a_lazy_layer_has_no_size_yet() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4))
+    assert [layer.name for layer in minifloat.memory_report(model).layers] == ["1"]
+    model(torch.randn(2, 16))
+    assert [layer.name for layer in minifloat.memory_report(model).layers] == ["0", "1"]
+
+
 def test_a_wrong_recipe() -> None:
     with pytest.raises(TypeError, match="recipe: got 'fp8'"):
         minifloat.memory_report(Model(), "fp8")  # type: ignore[arg-type]

@@ -40,6 +40,9 @@ def test_one_graph_with_the_bits_of_eager(name: str, case: Case) -> None:
     assert counter.graphs <= max(states, 1)
 
 
+OTHERS = ("current", "block", "mxfp8", "nvfp4")
+
+
 # ------------------------------------------------------------------------------------------- shapes
 # No feature size (48, 64, 128), both sides of every block size.
 TOKENS = (2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 40, 63, 65, 100, 127, 129, 130, 9, 200)
@@ -58,7 +61,7 @@ SHAPED = [
     )
     for kind in KINDS
     for option in OPTIONS
-    for name in ("delayed", "current", "block", "mxfp8", "nvfp4")
+    for name in ("delayed", *OTHERS)
     if option == "plain" or (kind == "LayerNormMLP") == (option == "again")
 ]
 
@@ -89,6 +92,23 @@ def test_twenty_token_counts_are_at_most_one_recompile(kind: str, option: str, n
         x = torch.randn(tokens, 48, generator=torch.Generator().manual_seed(i))
         compare(step(layer, layer, x, recipe, i), step(other, compiled, x, recipe, i))
     assert counter.graphs <= 2
+
+
+@pytest.mark.parametrize("name", ["delayed", *(pytest.param(n, marks=DEEP) for n in OTHERS)])
+def test_dynamic_from_the_start(name: str) -> None:
+    """With `dynamic=True` every number that a module holds could be an input of the graph."""
+    torch._dynamo.reset()
+    recipe = RECIPES[name]()
+    layer = make(Case("plain", kind="LayerNormMLP", module={}), recipe)
+    other, counter = copy.deepcopy(layer), Counter()
+    compiled = torch.compile(other, backend=counter, fullgraph=True, dynamic=True)
+    graphs = []
+    for i, tokens in enumerate((7, 33, 100)):
+        x = torch.randn(tokens, 48, generator=torch.Generator().manual_seed(i))
+        compare(step(layer, layer, x, recipe, i), step(other, compiled, x, recipe, i))
+        graphs.append(counter.graphs)
+    # PyTorch starts over, once, to make constants of numbers.
+    assert graphs[0] <= 2 and graphs[2] == graphs[0]
 
 
 # ------------------------------------------------------------------------------- several in a graph

@@ -494,3 +494,26 @@ def test_a_dispatch_mode_changes_nothing(name: str) -> None:
             got = step(other, sample(6, 48, seed=i), recipe, i)
         compare(expected, got)
         compare(state(layer), state(other))
+
+
+@quick(("current",))
+def test_an_exported_layer_runs_where_gradients_are_on(name: str) -> None:
+    """Its operators have none, whoever calls them: parameters are found among their arguments."""
+    recipe = RECIPES[name]()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x: Tensor) -> Any:
+            with minifloat.autocast(recipe=recipe):
+                return self.layer(x)
+
+    model, x = Model(), sample(6, 48)
+    other = copy.deepcopy(model)
+    exported = torch.export.export(model, (x,)).module()
+    torch.manual_seed(0)
+    expected = other(x)
+    torch.manual_seed(0)
+    assert torch.equal(expected, exported(x))

@@ -220,12 +220,13 @@ def compiled_like_eager(
     recipe: recipes.Recipe | None = None,
     graphs: int = 1,
     fullgraph: bool = True,
+    dynamic: bool | None = None,
 ) -> None:
     """`call(model)` compiled has the bits of eager, in at most so many graphs."""
     torch._dynamo.reset()
     other = copy.deepcopy(model)
     counter = Counter()
-    compiled = torch.compile(call(other), backend=counter, fullgraph=fullgraph)
+    compiled = torch.compile(call(other), backend=counter, fullgraph=fullgraph, dynamic=dynamic)
     for given in data:
         torch.manual_seed(9)
         expected = step(model, call(model), given[0], recipe, *given[1:])

@@ -223,14 +223,15 @@ class BasicLinear(QuantizedOperation):
         weight = self.weight_of(call)
         if isinstance(input_, Handed):
             return self._of_operands(input_, weight, bias, call)
-        x = plain(input_).to(call.dtype)
+        x = plain(input_)
         if x.dim() == 0 or x.shape[-1] != self.local_in_features:
             raise ValueError(
                 f"input: got shape {tuple(x.shape)}; its last dim must be in_features="
                 f"{self.local_in_features}"
             )
         lead = tuple(x.shape[:-1])
-        y: Any = folded(x)
+        # Sizes are asked of the input: 2.11 loses a static size of what a graph made on the way.
+        y: Any = folded(x).to(call.dtype)
         saved: tuple[Any, ...] = ()
         for link, argument in self._links(call, lead):
             params = (weight, bias) if link is Linear else ()
