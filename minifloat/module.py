@@ -15,7 +15,7 @@ from . import extra_state, library, scalars
 from .formats import HIGH
 from .operands import Live
 from .recipe.autocast import STATE, note, settle
-from .recipe.base import Recipe
+from .recipe.base import Recipe, check_recipe
 from .recipe.delayed import BACKWARD, FORWARD, DelayedState, Slots, update
 from .recipe.plan import Plan
 from .recipe.replay import Entry, tapes, unseen
@@ -165,7 +165,10 @@ class Module(nn.Module):
         else:
             recipe, other, group = STATE.recipe, STATE.calibration, STATE.group
             if STATE.depth == 0:  # an autocast, if there is one, comes before what a layer says
-                recipe = self.recipe
+                own: Any = self.recipe
+                if own is not None and not isinstance(own, Recipe):
+                    check_recipe(own, f"{self._where()}: recipe")
+                recipe = own
             roles = (None, None) if recipe is None else self._roles(recipe)
             plan = HIGH_PLAN if recipe is None else recipe.plan(*roles)
             calibration = None if other is None else other.plan(*self._roles(other))

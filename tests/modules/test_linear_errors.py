@@ -536,3 +536,11 @@ def test_gradients_of_parts_have_no_one_buffer() -> None:
     with minifloat.autocast(recipe=MX):
         module(torch.randn(4, 32)).sum().backward()
     assert module.a_weight.main_grad.count_nonzero() and module.a_weight.grad is None
+
+
+@pytest.mark.parametrize("wrong", ["mxfp8", recipes.MXFP8BlockScaling])
+def test_a_recipe_of_a_layer_that_is_none(wrong: Any) -> None:
+    module = layer()
+    module.recipe = wrong
+    with pytest.raises(TypeError, match=says("recipe: got", r"MXFP8BlockScaling\(\)")):
+        module(torch.randn(4, 32))
