@@ -165,9 +165,10 @@ class Module(nn.Module):
         else:
             recipe, other, group = STATE.recipe, STATE.calibration, STATE.group
             if STATE.depth == 0:  # an autocast, if there is one, comes before what a layer says
-                recipe = self.recipe
-                if recipe is not None and not isinstance(recipe, Recipe):
-                    check_recipe(recipe, f"{self._where()}: recipe")
+                own: Any = self.recipe
+                if own is not None and not isinstance(own, Recipe):
+                    check_recipe(own, f"{self._where()}: recipe")
+                recipe = own
             roles = (None, None) if recipe is None else self._roles(recipe)
             plan = HIGH_PLAN if recipe is None else recipe.plan(*roles)
             calibration = None if other is None else other.plan(*self._roles(other))

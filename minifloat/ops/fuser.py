@@ -167,6 +167,7 @@ class OperationFuser:
         tensors = (x, *[extra[key] for key in pipeline.imports], *pipeline.parameters())
         if torch.compiler.is_compiling():
             tensors = _distinct(tensors)
+            _settle_width(x, pipeline.parameters())
         device = x.device.type
         if torch.is_autocast_enabled(device):  # begin() has read its dtype
             with torch.autocast(device, enabled=False):
@@ -311,6 +312,13 @@ def _distinct(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         again = any([t is other for other in tensors[:i]])  # noqa: C419  (2.11 traces lists)
         made.append(t.view_as(t) if again else t)
     return tuple(made)
+
+
+def _settle_width(x: Any, parameters: list[Any]) -> None:
+    """Make a constant of x's width where it is a parameter's: compiled with `dynamic=True` it is
+    none yet, and 2.11 loses a size that only turns out to be one inside a Function."""
+    if x.dim() > 0:
+        any([x.shape[-1] == p.shape[-1] for p in parameters if p.dim() > 0])  # noqa: C419
 
 
 def _run(pipeline: Pipeline, call: Call, tensors: tuple[Any, ...], shield: str = "") -> Any:

@@ -30,7 +30,7 @@ def write(path: Path, fill: Callable[[str], None]) -> None:
         fill(name)
         with open(name, "rb+") as file:
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
+        os.chmod(name, _mode())
         os.replace(name, path)
     except OSError as error:
         raise explained(path, error) from error
@@ -42,6 +42,13 @@ def write(path: Path, fill: Callable[[str], None]) -> None:
     finally:
         if os.path.exists(name):
             os.unlink(name)
+
+
+def _mode() -> int:
+    """Of a file that is made here in the ordinary way: a temporary one is its owner's alone."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def unfinished(folder: Path, prefix: str) -> list[Path]:

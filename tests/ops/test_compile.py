@@ -163,6 +163,14 @@ def test_torch_autocast(dynamic: bool | None) -> None:
     compiled_like_eager(mlp(), of, data(3, 7, 32), recipe, graphs, dynamic=dynamic)
 
 
+@DEEP
+@pytest.mark.parametrize("first", [ops.SiLU, ops.L2Normalization, ops.Identity])
+def test_dynamic_before_a_width_is_known(first: Any) -> None:
+    model = ops.Sequential(first(), ops.Linear(32, 48, device="cpu"))
+    recipe = recipes.Float8CurrentScaling()
+    compiled_like_eager(model, as_is, data(3, 7, 32), recipe, 2, dynamic=True)
+
+
 @pytest.mark.parametrize("name", [pytest.param("delayed", marks=DEEP), "none"])
 def test_without_gradients(name: str) -> None:
     model = mlp()

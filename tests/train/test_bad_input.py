@@ -226,6 +226,16 @@ def test_writers_of_tensors_have_errors_of_their_own(tmp_path, error, said) -> N
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_are_as_private_as_the_user_asks(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        files.write_text(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
 def test_tensors_larger_than_files_may_be(tmp_path, corpus, capsys) -> None:
     """The real writer meets a real limit."""
     resource = pytest.importorskip("resource")
