@@ -507,16 +507,11 @@ def _fake_quantize(
     keep_col: bool,
     seed: Tensor | None,
     after: Tensor | None = None,
-    known: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> list[Tensor]:
-    """`known` are the global amaxes of both copies, where somebody has found them already."""
     x2 = matrix(x)
     out = _buffers(x, value_parts(x.shape, row, col, keep_col))
     names = [n for n in out if n.endswith("amax")]
-    found = [t for t in known if t is not None]
-    if len(found) == len(names):
-        out.update(zip(names, found, strict=True))
-    else:
+    if names:
         two_level = [c if c is not None and c.format.two_level else None for c in (row, col)]
         out.update(zip(names, _amax(x, *two_level), strict=True))
     kernels = _kernels(x, row, col)
@@ -526,14 +521,14 @@ def _fake_quantize(
     for prefix, cast in (("row", row), ("col", col)):
         if cast is None:
             continue
-        is_col, amax_ = prefix == "col", out.get(f"{prefix}_amax")
+        is_col, known = prefix == "col", out.get(f"{prefix}_amax")
         if is_col and keep_col:
-            data, scale, _ = reference.quantize(x2, cast, col=True, amax=amax_, seed=seed)
+            data, scale, _ = reference.quantize(x2, cast, col=True, amax=known, seed=seed)
             assert scale is not None
             out["col_data"] = data
             out["scale" if cast.format.shares_scale else "col_scale"] = scale
         else:
-            out[prefix] = reference.fake_quantize(x2, cast, col=is_col, amax=amax_, seed=seed)
+            out[prefix] = reference.fake_quantize(x2, cast, col=is_col, amax=known, seed=seed)
     return [_compact(t, t.shape) for t in out.values()]
 
 

@@ -25,8 +25,6 @@ from .sums import column_sums
 
 __all__ = ["Given", "activation_backward"]
 
-Known = tuple[Tensor | None, Tensor | None]  # amaxes of the row and the column copy
-
 
 class Given(NamedTuple):
     """What is known of scales: delayed scaling's of dh and y, and y's amax."""
@@ -93,16 +91,14 @@ def _backward(  # noqa: PLR0913
         kernels.backward(p, producers._rows(inputs), dtype, casts, out, act_out, db, given)
         return [*out.values(), *act_out.values(), *([] if db is None else [db])]
     scale, amax, act_scale, act_amax, seed = given
-    x, known = producers._measured(p, inputs, dtype, row, col)
+    x = producers._produce(p, inputs, dtype)
     sums = [column_sums(x, dtype)] if dbias else []
     cast = _values if as_values else _cast
-    made = cast(x, row, col, seed, known, scale, amax)
+    made = cast(x, row, col, seed, scale, amax)
     del x
     if act is not None:
-        of = (inputs[0], *inputs[2:3])
-        y, known = producers._measured(p.activation(), of, dtype, None, act)
-        known = known if act_amax is None else (act_amax, act_amax)
-        made += cast(y, None, act, seed, known, act_scale)
+        y = producers._produce(p.activation(), (inputs[0], *inputs[2:3]), dtype)
+        made += cast(y, None, act, seed, act_scale, None, act_amax)
     return [*made, *sums]
 
 
@@ -124,27 +120,22 @@ def _cast(
     row: Cast | None,
     col: Cast | None,
     seed: Tensor | None,
-    known: Known,
     scale: Tensor | None = None,
     running: Tensor | None = None,
+    known: Tensor | None = None,
 ) -> list[Tensor]:
     if scale is None:
-        return dispatch._quantize(x, row, col, *known, seed)
+        return dispatch._quantize(x, row, col, known, known, seed)
     cast = row if row is not None else col
     assert cast is not None
     return dispatch._quantize_scaled(x, scale, running, cast, row is not None, col is not None)
 
 
 def _values(
-    x: Tensor,
-    row: Cast | None,
-    col: Cast | None,
-    seed: Tensor | None,
-    known: Known,
-    *_: Tensor | None,
+    x: Tensor, row: Cast | None, col: Cast | None, seed: Tensor | None, *_: Tensor | None
 ) -> list[Tensor]:
     """As `_cast` is called: formats whose values are multiplied are given no scale."""
-    return dispatch._fake_quantize(x, row, col, False, seed, known=known)
+    return dispatch._fake_quantize(x, row, col, False, seed)
 
 
 def _backward_op(  # noqa: PLR0913

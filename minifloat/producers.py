@@ -188,24 +188,6 @@ def _produce(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -
     return out
 
 
-def _measured(
-    p: Producer,
-    inputs: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    row: Cast | None,
-    col: Cast | None,
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """`_produce`, and the global amaxes of both copies, those that the kernel found on its way."""
-    kernels = _kernels(inputs)
-    if kernels is None or not kernels.measures(p, inputs, dtype, row, col):
-        return _produce(p, inputs, dtype), (None, None)
-    out = _produce_fake(p, inputs, dtype)
-    found = [None if c is None else dispatch._empty(out, (1,), torch.float32) for c in (row, col)]
-    amaxes = (found[0], found[1])
-    kernels.value_measured(p, _rows(inputs), row, col, out, amaxes)
-    return out, amaxes
-
-
 def _interleaved(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """`_produce` by way of copies whose halves lie apart."""
     h, *rest = inputs
@@ -286,10 +268,7 @@ def _quantize(  # noqa: PLR0913  (the operator's)
 ) -> list[Tensor]:
     kernels = _kernels(inputs)
     if kernels is None or not kernels.fuses(p, inputs, dtype, row, col):
-        if row_amax is not None or col_amax is not None:
-            made = _produce(p, inputs, dtype)
-        else:
-            made, (row_amax, col_amax) = _measured(p, inputs, dtype, row, col)
+        made = _produce(p, inputs, dtype)
         return dispatch._quantize(made, row, col, row_amax, col_amax, seed, None, keep_amax)
     x = inputs[0]
     assert x is not None
@@ -363,8 +342,7 @@ def _fake_quantize(
         out = dispatch._buffers(x, value_parts(_shape(p, inputs), row, col, keep_col))
         kernels.values(p, _rows(inputs), row, col, out)
         return list(out.values())
-    made, amaxes = _measured(p, inputs, dtype, row, col)
-    return dispatch._fake_quantize(made, row, col, keep_col, seed, known=amaxes)
+    return dispatch._fake_quantize(_produce(p, inputs, dtype), row, col, keep_col, seed)
 
 
 def _fake_quantize_fake(

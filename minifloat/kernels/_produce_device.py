@@ -31,7 +31,6 @@ __all__ = [
     "numbers",
     "pack2",
     "produced_words",
-    "rounded",
     "scaled",
     "sigmoid",
 ]
@@ -188,31 +187,10 @@ def load_row(p, o, n, EVEN: tl.constexpr, HAS: tl.constexpr, PLUS: tl.constexpr)
 
 
 @triton.jit
-def rounded(b_x):
-    """The bf16 numbers next to b_x, in fp32.
-
-    As the upper half of a word: there and back it would take two instructions, the first one slow.
-    """
-    if IS_PTX:
-        out = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [b_x], dtype=tl.int32, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-        out = out.to(tl.float32, bitcast=True)
-    else:
-        out = b_x.to(tl.bfloat16).to(tl.float32)
-    return out
-
-
-@triton.jit
 def scaled(b_x, number, x):
     """fp32 b_x times `number[0]`, rounded to what x points to; without a number, b_x."""
     if number is not None:
-        b_x = b_x * tl.load(number)
-        if x.dtype.element_ty == tl.bfloat16:
-            b_x = rounded(b_x)
-        else:
-            b_x = b_x.to(x.dtype.element_ty).to(tl.float32)
+        b_x = (b_x * tl.load(number)).to(x.dtype.element_ty).to(tl.float32)
     return b_x
 
 

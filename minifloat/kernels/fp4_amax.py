@@ -26,7 +26,7 @@ from ._fp4_device import (
 )
 from .variant import Config, Launch, Variant, samples
 
-__all__ = ["amax_fp4", "finish", "variants"]
+__all__ = ["amax_fp4", "variants"]
 
 # To be measured. A thread has 16 rows by 8 columns (bf16) of a tile, or by 4 with the transform,
 # whose 16-row blocks stay in registers. "plain" of whole bf16 tiles takes 42 registers (104 before
@@ -180,13 +180,7 @@ def amax_fp4(
     _run(launch)
     row_out = row_amax if row is not None else None
     col_out = col_amax if col is not None else None
-    finish(launch.args["partial"], launch.programs, row_out, col_out, signs)
-
-
-def finish(partial: Tensor, n: int, row: Tensor | None, col: Tensor | None, signs: int) -> None:
-    """`row[0]`, `col[0]`: the largest of the n maxima of what is cast, which a kernel left first in
-    `partial`, and of the n of transformed columns, which are next where signs >= 0."""
-    _finish(partial, n, row, col, signs).run()
+    _finish(launch.args["partial"], launch.programs, row_out, col_out, signs).run()
 
 
 def _run(launch: Launch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..formats import Cast
 from ..producer import Producer
-from . import activation_grad, fp4_produce, gradient_e8m0, produce, produce_e8m0
+from . import activation_grad, gradient_e8m0, produce, produce_e8m0
 from .produce import quantize_scaled
 from .produce_e8m0 import has_blocks
 
@@ -18,11 +18,9 @@ __all__ = [
     "backward",
     "fuses",
     "fuses_backward",
-    "measures",
     "quantize",
     "quantize_scaled",
     "value",
-    "value_measured",
     "values",
 ]
 
@@ -32,25 +30,6 @@ Inputs = Sequence[Tensor | None]
 def value(p: Producer, inputs: Inputs, out: Tensor) -> None:
     """`out` = what `p` produces, in its dtype."""
     (activation_grad if p.differentiates else produce).value(p, inputs, out)
-
-
-def measures(
-    p: Producer, inputs: Inputs, dtype: torch.dtype, row: Cast | None, col: Cast | None
-) -> bool:
-    """Whether `value_measured` makes what these casts read, and the amaxes that they need."""
-    return fp4_produce.fuses(p, inputs, dtype, row, col)
-
-
-def value_measured(
-    p: Producer,
-    inputs: Inputs,
-    row: Cast | None,
-    col: Cast | None,
-    out: Tensor,
-    amaxes: tuple[Tensor | None, Tensor | None],
-) -> None:
-    """`value`, and into `amaxes` the global amaxes of what it makes under these casts."""
-    fp4_produce.produce(p, inputs, out, row, col, *amaxes)
 
 
 def fuses(
