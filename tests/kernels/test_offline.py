@@ -46,7 +46,7 @@ IN_CI = re.compile(
     | ^(transpose|swizzle|delayed|sums)-
     | ^produce-(value|amax|scaled_both)_(swiglu|layernorm)_bf16_4097x4000-
     | ^produce-(scaled|1x128)_both_(swiglu|layernorm)_bf16_4100x4096-  # in words
-    | ^activation_grad-(value|amax|scaled)_swiglu_bf16_4097x4000-
+    | ^activation_grad-(value(_scaled)?|amax|scaled)_swiglu_bf16_4097x4000-
     | ^activation_grad-(scaled|1x128)_swiglu_sums_bf16_4100x4096-  # in words
     | ^produce_e8m0-kept_both_layernorm_bf16_4097x4096-
     | ^gradient_e8m0-values_swiglu_sums_bf16_4097x4096-
@@ -60,7 +60,6 @@ IN_CI = re.compile(
     | ^ragged-ragged_scaled_fp8_e4m3_spread_bf16_4096x4096-  # in words
     | ^grouped_gemm-.*(fast|split|blocks1?)_whole-
     | ^flat_gemm-(rows|contraction_fast)_whole-
-    | ^fp4_produce-row_swiglu_scaled_
     | ^fp4-fp4_(plain|stochastic|tiles)_both_bf16_4097x4000-
     | ^fp4-fp4_plain_both_bf16_4097x4000_fake-
     """,
