@@ -286,6 +286,9 @@ def moe_unpermute(
         raise ValueError(f"map_type: got {map_type!r}; allowed: 'mask', 'index'")
     if inp.dim() != 2:
         raise ValueError(f"inp: got shape {tuple(inp.shape)}; rows [rows, hidden] are needed")
+    if not isinstance(row_id_map, Tensor) or row_id_map.dim() != 2:
+        got = getattr(row_id_map, "shape", type(row_id_map).__name__)
+        raise TypeError(f"row_id_map: got {got}; the map [tokens, ...] of moe_permute is needed")
     if merging_probs is not None:
         _check_probs(merging_probs, row_id_map, "merging_probs")
     if restore_shape is not None and _elements(restore_shape) != row_id_map.shape[0] * inp.shape[1]:

@@ -291,7 +291,9 @@ def full_result() -> dict[str, Any]:
     rows = [{"case": c.id, "shape": [8192, 8192], **row} for c in CASES]
     ceilings = {"copy 2 GiB": 4260.0, "copy 128 MiB": 4000.0}
     return {
-        "tests": {"ok": True, "seconds": 60.0, "ran": 500, "failures": 0, "errors": 0},
+        "kernels": {"ok": True, "seconds": 60.0, "ran": 500, "failures": 0, "errors": 0},
+        "modules": {"ok": False, "seconds": 70.0, "ran": 400, "failures": 1, "errors": 2},
+        "tests": {"ok": True, "seconds": 80.0, "ran": 300, "failures": 0, "errors": 0},
         "sweep": {
             "ok": True,
             "seconds": 120.0,
@@ -343,7 +345,7 @@ def full_result() -> dict[str, Any]:
 def test_the_summary_is_short_and_complete() -> None:
     lines = gpu_check.summary(full_result())
     text = "\n".join(lines)
-    assert len(lines) < 90, text
+    assert len(lines) < 100, text
     assert max(len(line) for line in lines) <= 120, text
     for name in ("fp8_e5m2 delayed", "nvfp4 rht+sr", "dequantize nvfp4", "transpose fp8_e4m3"):
         (line,) = (line for line in lines if line.startswith(f"{name} "))
@@ -353,8 +355,10 @@ def test_the_summary_is_short_and_complete() -> None:
     assert not any("bf16 compile" in line for line in lines)
     assert any(line.startswith("swiglu delayed") and "row+col 100%" in line for line in lines)
     assert "8 x (2048, 4096 -> 4096) best, weights kept        0.68   1.04   1.27" in lines
-    assert lines[-7:] == [
-        "tests: ok, 500 ran, 0 failed, 60 s",
+    assert lines[-9:] == [
+        "kernels: ok, 500 ran, 0 failed, 60 s",
+        "modules: FAILED, 400 ran, 3 failed, 70 s",
+        "tests: ok, 300 ran, 0 failed, 80 s",
         "sweep: ok, 9 cases, 0 failed, 120 s",
         "bench: ok, 99 s",
         "produced: ok, 30 s",
@@ -400,7 +404,7 @@ def test_main(
 def test_steps_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_check.main(["test"])
-    assert "steps: got test; allowed: tests, sweep," in capsys.readouterr().err
+    assert "steps: got test; allowed: kernels, modules, tests, sweep," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -426,6 +430,26 @@ def test_a_table_must_be_whole(
     monkeypatch.setattr(gpu_check, "run", run)
     found = gpu_check.table_of("benchmarks.linear")(tmp_path, False)
     assert (found["ok"], found["seconds"]) == (ok, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "skipped", "ok"), [(0, 5, 2, True), (1, 5, 2, False), (0, 5, 5, False)]
+)
+def test_tests_must_run(
+    code: int, tests: int, skipped: int, ok: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(*words: str) -> tuple[int, float]:
+        assert words[:4] == ("-m", "pytest", "-q", "tests/kernels")
+        (report,) = (w.removeprefix("--junitxml=") for w in words if w.startswith("--junitxml="))
+        suite = f'<testsuite tests="{tests}" failures="0" errors="0" skipped="{skipped}"/>'
+        Path(report).write_text(f"<testsuites>{suite}</testsuites>")
+        return code, 1.0
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    found = gpu_check.tests_of("tests/kernels")(tmp_path, False)
+    assert (found["ok"], found["ran"], found["seconds"]) == (ok, tests - skipped, 1.0)
+    monkeypatch.setattr(gpu_check, "run", lambda *words: (2, 1.0))  # it ended before its report
+    assert gpu_check.tests_of("tests/kernels")(tmp_path, False)["ran"] == 0
 
 
 def test_the_environment_has_the_checkout_and_what_is_missing(

@@ -35,6 +35,12 @@ class StepGraph:
     def __call__(self, *inputs: Tensor) -> Tensor:
         if not self.inputs:
             self.inputs = tuple(torch.empty_like(t) for t in inputs)
+        for i, (own, given) in enumerate(zip(self.inputs, inputs, strict=True)):
+            if own.shape != given.shape:  # `copy_` would broadcast it
+                raise ValueError(
+                    f"input {i}: got shape {tuple(given.shape)}, the first call had "
+                    f"{tuple(own.shape)}; a graph has one: call release() in between"
+                )
         for own, given in zip(self.inputs, inputs, strict=True):
             own.copy_(given)
         self.calls += 1

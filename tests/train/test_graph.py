@@ -56,6 +56,15 @@ def test_a_checkpoint_does_not_depend_on_graphs() -> None:
     assert with_graphs == without
 
 
+def test_a_graph_has_one_shape() -> None:
+    """Told before anything is overwritten: `copy_` would broadcast."""
+    graph = StepGraph.__new__(StepGraph)  # a CPU has no streams
+    graph.inputs, graph.calls = (torch.zeros(4, 3), torch.zeros(4)), 3
+    with pytest.raises(ValueError, match=r"input 1: got shape \(1,\), the first call had \(4,\)"):
+        graph(torch.ones(4, 3), torch.ones(1))
+    assert graph.calls == 3 and not graph.inputs[0].any()
+
+
 def test_where_blocks_are_compiled_one_by_one() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert _blocks(Options(), gpu) and not _blocks(Options(), cpu)
