@@ -38,6 +38,7 @@ __all__ = [
     "Operand",
     "Scale",
     "cdiv",
+    "coded",
     "find_format",
     "rup",
 ]
@@ -383,3 +384,8 @@ class Operand(NamedTuple):
             return self.data
         per_byte = 1 if self.cast.format.element is None else self.cast.format.element.per_byte
         return self.data[: self.rows, : cdiv(self.columns, per_byte)]
+
+
+def coded(o: Operand) -> bool:
+    """Whether its data is codes, and not values."""
+    return o.data.dtype is torch.uint8

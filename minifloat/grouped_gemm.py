@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from . import env, library, ragged, rates, reference, spread
+from .emulated import values
 from .formats import Cast, Operand, rup
-from .gemm import gemm, values
+from .gemm import gemm
 from .layout import parts
 from .operands import column
 from .spread import Members

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, gemm, gradients, library, producers
+from . import dispatch, gradients, library, native, producers
 from .formats import Cast, Operand, cdiv
 from .gradients import Given
 from .layout import part_names, value_parts
@@ -267,7 +267,7 @@ def _roomy(
     cast = row if row is not None else col
     if cast is None:
         return None, None
-    pad = cast.pad if gemm.is_native(cast, device) else 1
+    pad = cast.pad if native.is_native(cast, device) else 1
     room = (pad, int(_is_open(row, m, False) or _is_open(col, m, True)))
     return (
         None if row is None else _with_room(row, room),
@@ -349,4 +349,4 @@ def _as_values(cast: Cast, device: torch.device) -> bool:
     """Whether GEMMs here multiply bf16 values of the format, which a cast can make at once."""
     if device.type != "cuda" or cast.layout[6] is torch.float32:
         return False
-    return not gemm.is_native(cast, device)
+    return not native.is_native(cast, device)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import gemm as products
-from . import library
+from . import library, native
+from .alpha import number
+from .emulated import compute_dtype, product, values
 from .formats import Operand
-from .gemm import gemm, is_native
+from .gemm import OPERANDS, check, fake, flat, gemm
 from .scaled import Scaled
 
 __all__ = ["unscaled"]
@@ -31,9 +32,9 @@ def unscaled(
     if not _leaves_number(a, b, out_dtype):
         return gemm(a, b, out_dtype, fast=fast)
     if library.traced():
-        made = library.op("gemm_unscaled")(*products._flat(a), *products._flat(b), out_dtype)
+        made = library.op("gemm_unscaled")(*flat(a), *flat(b), out_dtype)
         return Scaled(*made)
-    products._check(a, b)
+    check(a, b)
     return Scaled(*_unscaled(a, b, out_dtype))
 
 
@@ -43,7 +44,7 @@ def _leaves_number(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
         if not two_level or row_scaled or o.amax is None:
             return False
     device = a.data.device
-    if is_native(a.cast, device) and is_native(b.cast, device):
+    if native.is_native(a.cast, device) and native.is_native(b.cast, device):
         return False
     # What `gemm` scales is of the dtype that values are multiplied in, or else fp32.
     return out_dtype is torch.float32 or (out_dtype is torch.bfloat16 and device.type == "cuda")
@@ -51,9 +52,9 @@ def _leaves_number(a: Operand, b: Operand, out_dtype: torch.dtype) -> bool:
 
 def _unscaled(a: Operand, b: Operand, out_dtype: torch.dtype) -> list[Tensor]:
     """[the product of the values, the number that multiplies it]."""
-    dtype = products._compute_dtype(a, b)
-    y = products._product(products.values(a, dtype), products.values(b, dtype), out_dtype, None)
-    (sa, fa), (sb, fb) = products._number(a), products._number(b)  # type: ignore[misc]
+    dtype = compute_dtype(a, b)
+    y = product(values(a, dtype), values(b, dtype), out_dtype, None)
+    (sa, fa), (sb, fb) = number(a), number(b)  # type: ignore[misc]
     return [y, sa * sb * (fa * fb)]
 
 
@@ -62,14 +63,14 @@ def _unscaled_op(*args: Any) -> list[Tensor]:
 
 
 def _unscaled_fake(*args: Any) -> list[Tensor]:
-    y = products._gemm_fake(*args)
+    y = fake(*args)
     return [y, y.new_empty(1, dtype=torch.float32)]
 
 
 library.define(
     (
         (
-            f"gemm_unscaled({products.OPERANDS}, ScalarType out_dtype) -> Tensor[]",
+            f"gemm_unscaled({OPERANDS}, ScalarType out_dtype) -> Tensor[]",
             _unscaled_op,
             _unscaled_fake,
         ),

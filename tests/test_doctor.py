@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minifloat import dispatch, doctor, env
-from minifloat import gemm as gemm_table
+from minifloat import dispatch, doctor, env, native
 from minifloat.formats import FORMATS
 
 CPU = torch.device("cpu")
@@ -77,7 +76,7 @@ def test_a_recipe_is_as_good_as_its_worst_product(monkeypatch, hopper):
     quantize, gemm = doctor.rows(CUDA)
     assert quantize.backend in ("triton", "emulated")
     assert gemm.backend == "emulated"
-    assert gemm.why == gemm_table.backend(mixed.g_col, mixed.x_col, CUDA).why
+    assert gemm.why == native.backend(mixed.g_col, mixed.x_col, CUDA).why
 
 
 def test_quantize_says_why_there_is_no_kernel(monkeypatch, hopper):

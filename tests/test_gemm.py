@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from minifloat import gemm, reference
+from minifloat import gemm, native, reference
 from minifloat.formats import HADAMARD_SIGN_MASK, HIGH, Cast, Operand
 from minifloat.operands import operands
 
@@ -183,16 +183,16 @@ def test_two_square_operands_have_no_product() -> None:
 def test_the_table(
     capability: int, a: Cast, b: Cast, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm.env, "capability", lambda device: capability)
-    found = gemm.backend(a, b, torch.device("cuda", 0))
+    monkeypatch.setattr(native.env, "capability", lambda device: capability)
+    found = native.backend(a, b, torch.device("cuda", 0))
     assert found.name == name and found.why
     high = a.format.element is None and b.format.element is None
-    assert gemm.backend(a, b, torch.device("cpu")).name == ("native" if high else "cpu")
+    assert native.backend(a, b, torch.device("cpu")).name == ("native" if high else "cpu")
 
 
 def test_opcheck() -> None:
     left, right = (made(torch.randn(6, 32), MX, False) for _ in range(2))
-    args = (*gemm._flat(left), *gemm._flat(right), torch.bfloat16, None, False)
+    args = (*gemm.flat(left), *gemm.flat(right), torch.bfloat16, None, False)
     add = torch.randn(6, 6).bfloat16()
     for more in ((), (0.5,), (0.5, add), (1.0, add)):
         torch.library.opcheck(

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from minifloat import gemm as gemms
 from minifloat import ragged, spread
+from minifloat.alpha import alpha as alpha_of
+from minifloat.emulated import values
 from minifloat.formats import HIGH, Cast
 from minifloat.gemm import gemm
 from minifloat.grouped_gemm import Grouped, contraction, members, rows, sums
@@ -158,8 +159,8 @@ def exact(a: Any, b: Any) -> torch.Tensor:
 
 
 def _scaled(o: Any) -> torch.Tensor:
-    alpha = gemms._alpha(o)
-    made = gemms.values(o, torch.float32).double()
+    alpha = alpha_of(o)
+    made = values(o, torch.float32).double()
     return made if alpha is None else made * alpha.double()
 
 

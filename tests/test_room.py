@@ -14,8 +14,8 @@ from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import minifloat
-from minifloat import dispatch, gemm, gradients, producers, recipe, reference
-from minifloat.formats import Cast, Operand, Scale, rup
+from minifloat import dispatch, gemm, gradients, native, producers, recipe, reference
+from minifloat.formats import Cast, Operand, Scale, coded, rup
 from minifloat.layout import parts
 from minifloat.operands import operands
 from minifloat.producer import activation
@@ -85,14 +85,14 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
 
     def find(a: Operand, b: Operand) -> Any:
         fa, fb = a.cast.format, b.cast.format
-        if not (gemm._coded(a) and gemm._coded(b)) or fa.scale is not Scale.F32:
+        if not (coded(a) and coded(b)) or fa.scale is not Scale.F32:
             return None
-        return gemm._NATIVE.get((fa.scale, fa.tile, fb.tile))
+        return native._NATIVE.get((fa.scale, fa.tile, fb.tile))
 
-    monkeypatch.setattr(gemm, "_find", find)
-    monkeypatch.setattr(gemm, "is_native", lambda c, device: c.native[0] <= 90 < c.native[1])
+    monkeypatch.setattr(gemm, "find", find)
+    monkeypatch.setattr(native, "is_native", lambda c, device: c.native[0] <= 90 < c.native[1])
     monkeypatch.setattr(torch, "_scaled_mm", made.tensorwise)
-    monkeypatch.setattr(gemm, "_scaled_mm_v2", made.blocks)
+    monkeypatch.setattr(native, "_scaled_mm_v2", made.blocks)
     return made
 
 
@@ -172,7 +172,7 @@ def test_a_step_copies_no_operand_on_the_gpu(
     layer, x = layer_of(k, n, "cuda"), input_of(m, k, "cuda")
     got = step(layer, x, RECIPES[name]())
     assert not copies.seen
-    monkeypatch.setattr(gemm, "is_native", lambda c, device: False)  # no room: copies are made
+    monkeypatch.setattr(native, "is_native", lambda c, device: False)  # no room: copies are made
     for a, b in zip(got, step(layer_of(k, n, "cuda"), x, RECIPES[name]()), strict=True):
         assert torch.equal(a, b)
     assert copies.seen or all(size % 16 == 0 for size in sizes)
@@ -185,7 +185,7 @@ def test_room_changes_no_bit(
 ) -> None:
     m, k, n = sizes
     got = step(layer_of(k, n), input_of(m, k), RECIPES[name]())
-    monkeypatch.setattr(gemm, "is_native", lambda c, device: False)
+    monkeypatch.setattr(native, "is_native", lambda c, device: False)
     expected = step(layer_of(k, n), input_of(m, k), RECIPES[name]())
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
@@ -201,7 +201,7 @@ def test_operands_that_are_decoded_later_have_room_too(
     got = step(layer_of(k, n), input_of(m, k), made)
     assert products.made == 1 and not copies.seen
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm, "is_native", lambda c, device: False)
+        patch.setattr(native, "is_native", lambda c, device: False)
         expected = step(layer_of(k, n), input_of(m, k), made)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
@@ -263,7 +263,7 @@ def test_pairs_without_tensor_cores_read_what_has_room(products: Products) -> No
         assert left is not None and right is not None
         plain = [o._replace(data=o.codes.contiguous(), rows=None) for o in (left, right)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gemm, "_find", lambda a, b: None)
+            patch.setattr(gemm, "find", lambda a, b: None)
             y = gemm.gemm(left, right, torch.float32)
             assert torch.equal(y, gemm.gemm(*plain, torch.float32))  # type: ignore[arg-type]
         torch.testing.assert_close(y, reference.matmul(left, right, torch.float32))
@@ -335,8 +335,8 @@ def test_a_workspace_of_another_device_is_refilled(
     got = []
     for first, then in ((False, True), (True, False), (True, True)):
         layer._cached = None
-        for native in (first, then):
-            monkeypatch.setattr(gemm, "is_native", lambda c, device, native=native: native)
+        for here in (first, then):
+            monkeypatch.setattr(native, "is_native", lambda c, device, here=here: here)
             again = step(layer, x, made, is_first_microbatch=True)
         shape = layer._cached.copies[0][0].shape
         assert shape == ((48, 64) if first else (40, 60))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..formats import HIGH, Cast, Scale
-from ..gemm import backend
+from ..native import backend
 from ..recipe import Recipe
 from ..recipe.plan import Plan, Product, products
 from .cases import Case, Layer

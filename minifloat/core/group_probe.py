@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import gemm, library, reference, spread
+from .. import emulated, library, reference, spread
 from ..formats import HADAMARD, HIGH, Cast, Operand
 from ..grouped_gemm import Grouped, members
 from ..operands import column
@@ -113,7 +113,7 @@ def _add_spread(g: Grouped, source: Tensor, group: Members, into: Tensor, slot: 
         alpha = g.scale
     if alpha is not None:
         alpha = alpha[member][None] if g.col else alpha[member][:, None]
-    v = gemm.values(o, torch.float32)
+    v = emulated.values(o, torch.float32)
     v = v if alpha is None else v * alpha
     count(into, slot, g.cast, v, s, largest_codes(o), scales(o, v.shape, alpha), where)
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import gemm, library, reference
+from .. import emulated, library, reference
+from ..alpha import alpha as alpha_of
 from ..formats import E4M3, FORMATS, Cast, Operand, Scale, cdiv
 from ..operands import operands
 
@@ -94,14 +95,14 @@ def add(  # noqa: PLR0913  (the operator's arguments)
     sizes: Sequence[int] = (),
 ) -> None:
     """Add what the cast of `source` to `o` did to the numbers of a slot."""
-    alpha = gemm._alpha(o)
-    v = gemm.values(o, torch.float32)
+    alpha = alpha_of(o)
+    v = emulated.values(o, torch.float32)
     s = None if source is None else _oriented(source, o.cast, slot)
     coded = _coded(o, source, seed, slot)
     v = v if alpha is None else v * alpha
     largest = scale = None
     if coded is not None:
-        largest, scale = largest_codes(coded), scales(coded, v.shape, gemm._alpha(coded))
+        largest, scale = largest_codes(coded), scales(coded, v.shape, alpha_of(coded))
     views = (v, s, largest, scale)
     if not rest:
         count(into, slot, o.cast, *views)

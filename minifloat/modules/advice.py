@@ -20,7 +20,7 @@ import torch
 
 from .. import env
 from ..formats import Cast, Scale
-from ..gemm import Backend, backend
+from ..native import Backend, backend
 from ..recipe.plan import Plan, products
 
 __all__ = ["SETTLED", "advise", "served", "speed"]
