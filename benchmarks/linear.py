@@ -2,6 +2,7 @@
 
     python -m benchmarks.linear                    # every shape, every recipe (needs a GPU)
     python -m benchmarks.linear --filter delayed --json out.json
+    python -m benchmarks.linear --shapes small --one-thread    # autograd without threads of its own
     python -m benchmarks.linear --device cpu       # the laptop's table
 
 A step is forward and backward of one layer without bias, bf16 (fp32 on a CPU), weights cast at
@@ -163,8 +164,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--filter", default="", help="recipes whose name contains this")
     parser.add_argument("--shapes", choices=("all", "large", "small"), default="all")
+    parser.add_argument("--one-thread", action="store_true", help="backward in the caller's thread")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    if args.one_thread:
+        torch.autograd.set_multithreading_enabled(False)
     device = torch.device(args.device)
     names = [name for name in RECIPES if args.filter in name]
     shapes = (

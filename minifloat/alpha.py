@@ -10,15 +10,15 @@ from .formats import Operand
 __all__ = ["alpha", "is_scaled", "number", "scale_of_product", "times"]
 
 
-def alpha(o: Operand) -> Tensor | None:
-    """What multiplies the product: `[1, 1]`, or `[R, 1]` where each row has its own; None: 1."""
-    fmt = o.cast.format
-    if fmt.two_level:
+def number(o: Operand) -> tuple[Tensor, float] | None:
+    """(tensor of one element, factor) whose product scales all of the product, if that is so."""
+    if not is_scaled(o) or o.cast.row_scaled:
+        return None
+    if o.cast.format.two_level:
         assert o.amax is not None
-        return (o.amax * reference.dequantize_factor(o.cast)).reshape(-1, 1)
-    if fmt.tile is None and fmt.element is not None and o.scale is not None:
-        return o.scale.reshape(1, 1)
-    return None
+        return o.amax, reference.dequantize_factor(o.cast)
+    assert o.scale is not None
+    return o.scale, 1.0
 
 
 def is_scaled(o: Operand) -> bool:
@@ -28,26 +28,26 @@ def is_scaled(o: Operand) -> bool:
     return fmt.two_level or whole
 
 
-def number(o: Operand) -> tuple[Tensor, float] | None:
-    """(tensor of one element, factor) whose product scales all of the product, if that is so."""
-    fmt = o.cast.format
-    if fmt.two_level and not o.cast.row_scaled:
+def alpha(o: Operand) -> Tensor | None:
+    """What multiplies the product: `[1, 1]`, or `[R, 1]` where each row has its own; None: 1."""
+    if not is_scaled(o):
+        return None
+    if o.cast.format.two_level:
         assert o.amax is not None
-        return o.amax, reference.dequantize_factor(o.cast)
-    if fmt.tile is None and fmt.element is not None and o.scale is not None:
-        return o.scale, 1.0
-    return None
+        return (o.amax * reference.dequantize_factor(o.cast)).reshape(-1, 1)
+    assert o.scale is not None
+    return o.scale.reshape(1, 1)
 
 
 def times(o: Operand, alpha: float) -> Operand | None:
     """`o` whose values are alpha times as large, if a number of the whole operand says so."""
-    fmt = o.cast.format
-    if fmt.two_level:
+    if not is_scaled(o):
+        return None
+    if o.cast.format.two_level:
         assert o.amax is not None
         return o._replace(amax=o.amax * alpha)
-    if fmt.tile is None and fmt.element is not None and o.scale is not None:
-        return o._replace(scale=o.scale * alpha)
-    return None
+    assert o.scale is not None
+    return o._replace(scale=o.scale * alpha)
 
 
 def scale_of_product(a: Operand, b: Operand) -> Tensor:

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from . import dispatch, reference, scalars
 from .alpha import is_scaled, number, scale_of_product
-from .formats import Operand, Scale, cdiv, coded
+from .formats import HALF, Operand, Scale, cdiv, coded
 
 __all__ = ["compute_dtype", "emulated", "partial_scales", "product", "values"]
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 def emulated(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -30,6 +30,7 @@ __all__ = [
     "FP32_MAX",
     "HADAMARD",
     "HADAMARD_SIGN_MASK",
+    "HALF",
     "HIGH",
     "HIGH_PRECISION",
     "Cast",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 FP32_MAX = torch.finfo(torch.float32).max
+HALF = (torch.bfloat16, torch.float16)  # dtypes of results that cuBLASLt rounds itself
 HADAMARD = 16  # length of a random Hadamard transform chunk
 # Bit i is set where the sign of input i is flipped before the transform:
 # [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1].

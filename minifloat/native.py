@@ -15,12 +15,11 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from . import dispatch, env
 from .alpha import alpha
-from .formats import E4M3, Cast, Format, Operand, Scale, cdiv, coded, rup
+from .formats import E4M3, HALF, Cast, Format, Operand, Scale, cdiv, coded, rup
 
 __all__ = ["Backend", "Native", "backend", "find", "is_native", "native_product"]
 
 Native = Callable[[Operand, Operand, torch.dtype, Tensor | None, bool], Tensor]
-HALF = (torch.bfloat16, torch.float16)
 
 
 class Backend(NamedTuple):

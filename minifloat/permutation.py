@@ -286,9 +286,13 @@ def moe_unpermute(
         raise ValueError(f"map_type: got {map_type!r}; allowed: 'mask', 'index'")
     if inp.dim() != 2:
         raise ValueError(f"inp: got shape {tuple(inp.shape)}; rows [rows, hidden] are needed")
-    if not isinstance(row_id_map, Tensor) or row_id_map.dim() != 2:
-        got = getattr(row_id_map, "shape", type(row_id_map).__name__)
-        raise TypeError(f"row_id_map: got {got}; the map [tokens, ...] of moe_permute is needed")
+    given: Any = row_id_map
+    if not isinstance(given, Tensor):
+        got = type(given).__name__
+        raise TypeError(f"row_id_map: got {got}; the map that moe_permute returned is needed")
+    if given.dim() != 2:
+        shape = tuple(given.shape)
+        raise ValueError(f"row_id_map: got shape {shape}; that of moe_permute is [tokens, ...]")
     if merging_probs is not None:
         _check_probs(merging_probs, row_id_map, "merging_probs")
     if restore_shape is not None and _elements(restore_shape) != row_id_map.shape[0] * inp.shape[1]:

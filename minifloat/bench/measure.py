@@ -14,8 +14,8 @@ from torch import Tensor
 __all__ = ["Steps", "capture", "device_time", "host_time", "memory", "wall_time"]
 
 CUDA: Any = torch.cuda  # much of it is untyped
-# Seconds a step runs before it is timed, and for which it is timed at least. Power sets the clocks:
-# an H200 takes some tenths of a second to come to those at which a training run will go on.
+# Seconds a step runs before it is timed, and for which it is timed at least. Power sets the clocks,
+# not at once: those of a training run are what a step comes to.
 WARM = 0.4
 LEAST = 0.2
 CAPTURED = 10  # steps in a graph
