@@ -379,7 +379,7 @@ def _launch(
         BK=config.k,
         R=min(config.m, rows * 512 * config.warps // config.k),
         CC=min(config.k, cols * 512 * config.warps // config.m),
-        FAR=max(config) * max(x.stride(0), k, c) >= 2**31,
+        FAR=max(config.m, config.k) * max(x.stride(0), k, c) >= 2**31,
         **{name: tensors.get(name) for name in POINTERS},
         **options("ROW", row),
         **options("COL", col),

@@ -230,7 +230,7 @@ def _cast(
         "COL_WIDE": not mode["FLAT"],
         "R": min(config.m, blocks[0] * 512 * config.warps // config.k),
         "CC": min(config.k, blocks[1] * 512 * config.warps // config.m),
-        "FAR": max(config) * max(x.stride(0), k, m + HADAMARD, group.pitch) >= 2**31,
+        "FAR": max(config.m, config.k) * max(x.stride(0), k, m + HADAMARD, group.pitch) >= 2**31,
         **options("ROW", row),
         **options("COL", col),
         **mode,

@@ -47,12 +47,23 @@ def _of_any_size(fn: Any) -> Any:
 
 
 class Config(NamedTuple):
-    """The tile of one program, `[m, k]` in the orientation of the source, and its warps."""
+    """The tile of one program, `[m, k]` in the orientation of the source, and its warps.
+
+    `registers`: no more of them for a thread, so that more programs fit; None: as the compiler
+    finds.
+    """
 
     m: int
     k: int
     warps: int
     stages: int = 2
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As Triton's compiler takes it. The contract's operations are separate: none are fused."""
+        found = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        return found if self.registers is None else found | {"maxnreg": self.registers}
 
     def tiles(self, rows: int, columns: int) -> int:
         """Programs that cover `[rows, columns]`."""
@@ -106,12 +117,7 @@ class Launch(NamedTuple):
                 self._run()
 
     def _run(self) -> None:
-        kernel = self.fn[(self.programs,)](
-            **self.args,
-            num_warps=self.config.warps,
-            num_stages=self.config.stages,
-            enable_fp_fusion=False,  # the contract's operations are separate
-        )
+        kernel = self.fn[(self.programs,)](**self.args, **self.config.options)
         recorder = recording()
         if recorder is not None:
             recorder.launch(kernel, self.programs, [self.args[n] for n in self.fn.arg_names])
@@ -125,8 +131,7 @@ class Variant:
     fn: Any
     signature: dict[str, str]
     constants: dict[str, object]
-    num_warps: int
-    num_stages: int
+    config: Config
     divisible: tuple[str, ...] = ()  # arguments known to be multiples of 16
 
     @property
@@ -157,10 +162,7 @@ class Variant:
                 signature[p.name] = "i32" if abs(value) < 2**31 else "i64"
                 if special and value % 16 == 0:
                     divisible.append(p.name)
-        config = launch.config
-        return Variant(
-            name, launch.fn, signature, constants, config.warps, config.stages, tuple(divisible)
-        )
+        return Variant(name, launch.fn, signature, constants, launch.config, tuple(divisible))
 
 
 class Sample(NamedTuple):

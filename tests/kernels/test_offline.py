@@ -46,6 +46,7 @@ IN_CI = re.compile(
     | ^(transpose|swizzle|delayed|sums)-
     | ^produce-(value|amax|scaled_both)_(swiglu|layernorm)_bf16_4097x4000-
     | ^produce-(scaled|1x128)_both_(swiglu|layernorm)_bf16_4100x4096-  # in words
+    | ^produce-1x128_both_swiglu_bf16_4096x4096-
     | ^activation_grad-(value(_scaled)?|amax|scaled)_swiglu_bf16_4097x4000-
     | ^activation_grad-(scaled|1x128)_swiglu_sums_bf16_4100x4096-  # in words
     | ^produce_e8m0-kept_both_layernorm_bf16_4097x4096-
@@ -109,11 +110,7 @@ def compile_ptx(variant: Variant, arch: int) -> str:
         constexprs=variant.constants,
         attrs=variant.attrs,
     )
-    options = {
-        "num_warps": variant.num_warps,
-        "num_stages": variant.num_stages,
-        "enable_fp_fusion": False,  # as `Launch.run` has it
-    }
+    options = variant.config.options
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return str(compiled.asm["ptx"])
 
