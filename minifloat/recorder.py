@@ -58,6 +58,9 @@ _BOUND = {
 
 # A build without CUDA has no such function, and no program to run.
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+# What Inductor's code allocates by: without the dispatcher, on the current device, which is that of
+# a program that runs. None where PyTorch has no such function.
+_allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 Shared = tuple[int, int, int]  # two arguments, and how many bytes the second starts after the first
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, offset
@@ -115,7 +118,8 @@ class Program:
         # What the code was like is known of its arguments' kinds, but for who shares memory: those
         # that did must again.
         self.source, self.shared = source, tuple(shared)
-        scope = {"empty": torch.empty_strided, "stream_of": _stream, **constants}
+        own = {"empty": torch.empty_strided, "allocate": _allocate, "stream_of": _stream}
+        scope = {**own, **constants}
         file = f"<minifloat program {id(self):#x}>"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)  # for tracebacks
         weakref.finalize(self, linecache.cache.pop, file, None).atexit = False
@@ -348,6 +352,7 @@ class _Writer:
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {"device": device}
         self.consume = consume
+        self.quick = device.type == "cuda" and _allocate is not None
         self.forms = dict(recorder.forms)  # in which a region's variable is
         self.views: dict[Piece, str] = {}
         self.pointers: set[str] = set()
@@ -367,11 +372,11 @@ class _Writer:
             if isinstance(step, Allocate):
                 form = wanted.get(step.region, step.form)
                 self.forms[step.region] = form
-                shape, strides, dtype, _ = form
-                self.lines.append(
-                    f"{step.region} = empty({shape}, {strides}, dtype={self._constant(dtype)}, "
-                    "device=device)"
-                )
+                shape, strides, dtype = *form[:2], self._constant(form[2])
+                call = f"empty({shape}, {strides}, dtype={dtype}, device=device)"
+                if self.quick:
+                    call = f"allocate({shape}, {strides}, {dtype})"
+                self.lines.append(f"{step.region} = {call}")
             elif isinstance(step, Launch):
                 self._launch(step)
             else:

@@ -13,6 +13,8 @@ import numpy
 import pytest
 import torch
 
+from minifloat import recorder
+
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=500, print_blob=True)
 hypothesis.settings.load_profile("ci")
@@ -44,6 +46,8 @@ ALLOCATORS = [
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
 ]
+if recorder._allocate is not None:
+    ALLOCATORS.append((recorder, "_allocate"))  # that of programs
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from minifloat import recorder
+
 ONE_BYTE_FLOATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.complex64, *ONE_BYTE_FLOATS]
 
@@ -90,3 +92,12 @@ def test_function_transforms() -> None:
     x = torch.randn(2, 3)
     assert torch.equal(torch.func.vmap(add_zero)(x), x)
     assert torch.equal(torch.func.grad(lambda x: add_zero(x).sum())(x[0]), torch.ones(3))
+
+
+@pytest.mark.gpu
+def test_what_programs_allocate_is_poisoned() -> None:
+    allocate = recorder._allocate
+    if allocate is None:
+        pytest.skip("PyTorch has no such function")
+    assert allocate((3, 5), (1, 3), torch.bfloat16).isnan().all()
+    assert (allocate((7,), (1,), torch.uint8) == 0xA5).all()
