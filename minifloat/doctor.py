@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import dispatch, env, rates, recipe
+from . import casting, env, rates, recipe
 from ._version import __version__
 from .formats import FORMATS
 from .module import HIGH_PLAN
@@ -48,7 +48,7 @@ def rows(device: torch.device) -> list[Row]:
     out = []
     for name, plan in RECIPES.items():
         casts = (plan.x_row, plan.w_row, plan.g_row, plan.x_col, plan.w_col, plan.g_col)
-        chosen = [dispatch.choose(cast, device) for cast in casts]
+        chosen = [casting.choose(cast, device) for cast in casts]
         out.append(Row(name, "quantize", *max(chosen, key=lambda c: _WORST.index(c[0]))))
         out.append(Row(name, "gemm", *served(plan, device)))
     return out

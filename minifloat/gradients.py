@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import dispatch, library, producers
+from . import casting, library, producers
 from .formats import Cast
 from .inputs import check_seed, check_usage
 from .layout import parts, value_parts
@@ -87,7 +87,7 @@ def _backward(  # noqa: PLR0913
         x = inputs[0]
         assert x is not None
         out, act_out = _gradient_buffers(p, x, *casts, as_values)
-        db = dispatch._empty(x, (x.shape[1],), dtype) if dbias else None
+        db = casting.empty(x, (x.shape[1],), dtype) if dbias else None
         kernels.backward(p, producers._rows(inputs), dtype, casts, out, act_out, db, given)
         return [*out.values(), *act_out.values(), *([] if db is None else [db])]
     scale, amax, act_scale, act_amax, seed = given
@@ -112,7 +112,7 @@ def _gradient_buffers(
         of = value_parts((m, k), row, col, False), value_parts(y, None, act, False)
     else:
         of = parts((m, k), row, col), parts(y, None, act)
-    return dispatch._buffers(x, of[0]), dispatch._buffers(x, of[1])
+    return casting.buffers(x, of[0]), casting.buffers(x, of[1])
 
 
 def _cast(
@@ -125,17 +125,17 @@ def _cast(
     known: Tensor | None = None,
 ) -> list[Tensor]:
     if scale is None:
-        return dispatch._quantize(x, row, col, known, known, seed)
+        return casting.quantize(x, row, col, known, known, seed)
     cast = row if row is not None else col
     assert cast is not None
-    return dispatch._quantize_scaled(x, scale, running, cast, row is not None, col is not None)
+    return casting.quantize_scaled(x, scale, running, cast, row is not None, col is not None)
 
 
 def _values(
     x: Tensor, row: Cast | None, col: Cast | None, seed: Tensor | None, *_: Tensor | None
 ) -> list[Tensor]:
     """As `_cast` is called: formats whose values are multiplied are given no scale."""
-    return dispatch._fake_quantize(x, row, col, False, seed)
+    return casting.fake_quantize(x, row, col, False, seed)
 
 
 def _backward_op(  # noqa: PLR0913

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import dispatch, env, library, programs, reference
+from . import casting, dispatch, env, library, programs, reference
 from .formats import Cast
 from .inputs import INPUT_DTYPES, check_seed, check_usage
 from .layout import parts, value_parts
@@ -213,7 +213,7 @@ def _reference(p: Producer, inputs: Sequence[Tensor | None], dtype: torch.dtype)
         made = reference.activate_gradient(_whole(x, of_h), _whole(dy, of_dy), p, dtype)
     else:
         made = reference.activate(_whole(x, *rest), p, dtype)
-    return dispatch._compact(made, made.shape)
+    return casting.compact(made, made.shape)
 
 
 def _whole(x: Tensor, number: Tensor | None = None) -> Tensor:
@@ -269,12 +269,12 @@ def _quantize(  # noqa: PLR0913  (the operator's)
     kernels = _kernels(inputs)
     if kernels is None or not kernels.fuses(p, inputs, dtype, row, col):
         made = _produce(p, inputs, dtype)
-        return dispatch._quantize(made, row, col, row_amax, col_amax, seed, None, keep_amax)
+        return casting.quantize(made, row, col, row_amax, col_amax, seed, keep_amax)
     x = inputs[0]
     assert x is not None
     out = _buffers(x, _shape(p, inputs), row, col)
     if keep_amax:
-        out["amax"] = dispatch._empty(x, (1,), torch.float32)
+        out["amax"] = casting.empty(x, (1,), torch.float32)
     known = row_amax if row_amax is not None else col_amax
     kernels.quantize(p, _rows(inputs), dtype, row, col, out, known)
     return list(out.values())
@@ -283,7 +283,7 @@ def _quantize(  # noqa: PLR0913  (the operator's)
 def _buffers(
     x: Tensor, shape: tuple[int, int], row: Cast | None, col: Cast | None
 ) -> dict[str, Tensor]:
-    return {d.name: dispatch._empty(x, d.shape, d.dtype) for d in parts(shape, row, col)}
+    return {d.name: casting.empty(x, d.shape, d.dtype) for d in parts(shape, row, col)}
 
 
 def _quantize_fake(  # noqa: PLR0913
@@ -339,10 +339,10 @@ def _fake_quantize(
     if kernels is not None and kernels.fuses(p, inputs, dtype, row, col, as_values=True):
         x = inputs[0]
         assert x is not None
-        out = dispatch._buffers(x, value_parts(_shape(p, inputs), row, col, keep_col))
+        out = casting.buffers(x, value_parts(_shape(p, inputs), row, col, keep_col))
         kernels.values(p, _rows(inputs), row, col, out)
         return list(out.values())
-    return dispatch._fake_quantize(_produce(p, inputs, dtype), row, col, keep_col, seed)
+    return casting.fake_quantize(_produce(p, inputs, dtype), row, col, keep_col, seed)
 
 
 def _fake_quantize_fake(
@@ -358,7 +358,7 @@ def _fake_quantize_fake(
     x = inputs[0]
     assert x is not None
     described = value_parts(_shape(p, inputs), row, col, keep_col)
-    return list(dispatch._buffers(x, described).values())
+    return list(casting.buffers(x, described).values())
 
 
 # --------------------------------------------------------------------------------- delayed scaling
@@ -402,12 +402,12 @@ def _scaled(  # noqa: PLR0913
     casts = cast if row else None, cast if col else None
     if kernels is None or not kernels.fuses(p, inputs, dtype, *casts):
         made = _produce(p, inputs, dtype)
-        return dispatch._quantize_scaled(made, scale, amax, cast, row, col, keep_scale)
+        return casting.quantize_scaled(made, scale, amax, cast, row, col, keep_scale)
     x = inputs[0]
     assert x is not None
     out = _buffers(x, _shape(p, inputs), *casts)
     if keep_scale:
-        out["kept"] = dispatch._empty(x, (1,), torch.float32)
+        out["kept"] = casting.empty(x, (1,), torch.float32)
     kernels.quantize_scaled(p, _rows(inputs), dtype, scale, amax, cast, out)
     return list(out.values())
 

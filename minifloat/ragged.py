@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import dispatch, env, library, reference
+from . import casting, dispatch, env, library, reference
 from .formats import Cast, Scale, cdiv, find_format
 from .inputs import check_input, check_seed
 from .layout import Part, parts, shares_scale
@@ -195,7 +195,7 @@ def _quantize(
     out = _quantize_fake(x, sizes, num, row, col, seed, swizzle)
     fused = None if swizzle else kernels(x, row, col)
     if fused is not None:
-        fused.quantize(dispatch.matrix(x), sizes, num, row, col, seed, out)
+        fused.quantize(casting.matrix(x), sizes, num, row, col, seed, out)
         return out
     members = torch.split(x, _sizes(sizes, num, x.shape[0]))
     _fill(members, row, col, seed, swizzle, out)
@@ -347,7 +347,7 @@ def _quantize_scaled(
     out[-1] = out[-1].zero_() if seen is None else seen
     fused = kernels(x, cast, None)
     if fused is not None:
-        fused.quantize_scaled(dispatch.matrix(x), sizes, num, scales, cast, row, col, out)
+        fused.quantize_scaled(casting.matrix(x), sizes, num, scales, cast, row, col, out)
         return out
     members = torch.split(x, _sizes(sizes, num, x.shape[0]))
     at = places([m.shape for m in members], cast if row else None, cast if col else None)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import dispatch, env, library, ragged
+from . import casting, dispatch, env, library, ragged
 from .formats import HADAMARD, Cast, cdiv, rup
 from .inputs import check_input, check_seed
 from .layout import Part, part_names, parts, shares_scale
@@ -197,7 +197,7 @@ def _quantize(  # noqa: PLR0913  (the operator's)
     found = dict(zip(_names(row, col), made, strict=True))
     fused = ragged.kernels(x, row, col)
     if fused is not None:
-        fused.spread(dispatch.matrix(x), tiles, sizes.shape[0], row, col, seed, found)
+        fused.spread(casting.matrix(x), tiles, sizes.shape[0], row, col, seed, found)
         return made
     amax = found.pop("amax", None)
     for e, member, place in _each(x, table, found, row, col):
@@ -295,7 +295,7 @@ def _quantize_scaled(  # noqa: PLR0913
     found = dict(zip(_names(one, other), made, strict=True))
     fused = ragged.kernels(x, one, other)
     if fused is not None:
-        fused.spread_scaled(dispatch.matrix(x), tiles, sizes.shape[0], scales, cast, found)
+        fused.spread_scaled(casting.matrix(x), tiles, sizes.shape[0], scales, cast, found)
         return made
     seen = found.pop("amax")
     for e, member, place in _each(x, table, found, one, other):

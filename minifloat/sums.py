@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import env, library, programs
-from .dispatch import matrix
+from .casting import matrix
 
 __all__ = ["column_sums"]
 

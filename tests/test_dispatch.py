@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from minifloat import dispatch, opaque, reference
+from minifloat import casting, dispatch, opaque, reference
 from minifloat.formats import HADAMARD_SIGN_MASK, Cast
 from minifloat.layout import flatten, parts
 
@@ -766,6 +766,6 @@ def test_high_precision_is_not_emulated() -> None:
 
 # ----------------------------------------------------------------------------------------- choice
 def test_the_reference_serves_every_device_without_kernels() -> None:
-    assert dispatch.choose(MX, torch.device("cpu"))[0] == "cpu"
-    assert dispatch.choose(None, torch.device("cpu"))[0] == "cpu"
-    assert dispatch.choose(MX, torch.device("meta"))[0] == "emulated"
+    assert casting.choose(MX, torch.device("cpu"))[0] == "cpu"
+    assert casting.choose(None, torch.device("cpu"))[0] == "cpu"
+    assert casting.choose(MX, torch.device("meta"))[0] == "emulated"

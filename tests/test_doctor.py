@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minifloat import dispatch, doctor, env, native
+from minifloat import casting, doctor, env, native
 from minifloat.formats import FORMATS
 
 CPU = torch.device("cpu")
@@ -81,10 +81,10 @@ def test_a_recipe_is_as_good_as_its_worst_product(monkeypatch, hopper):
 
 def test_quantize_says_why_there_is_no_kernel(monkeypatch, hopper):
     monkeypatch.setattr(env, "triton_available", lambda: False)
-    backend, why = dispatch.choose(doctor.RECIPES["DelayedScaling"].x_row, CUDA)
+    backend, why = casting.choose(doctor.RECIPES["DelayedScaling"].x_row, CUDA)
     assert backend == "emulated" and "triton is not installed" in why
     monkeypatch.setattr(env, "reference_only", lambda: True)
-    backend, why = dispatch.choose(None, CUDA)
+    backend, why = casting.choose(None, CUDA)
     assert backend == "emulated" and "MINIFLOAT_REFERENCE" in why
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.cases import CASES
 from benchmarks.produced import CASES as PRODUCED
-from minifloat import dispatch, env
+from minifloat import casting, dispatch, env
 from minifloat.layout import part_names
 from tests.exact import __main__ as command
 from tests.exact import checks, large, plan, pool
@@ -52,13 +52,13 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> None:
     """Kernels on the CPU that quantize as the reference does, then do `damage` to their outputs."""
 
     def quantize(x: Any, row: Any, col: Any, out: dict[str, Tensor], *rest: Any) -> None:
-        made = dispatch._quantize_reference(x, row, col, *rest)
+        made = casting.quantize_reference(x, row, col, *rest)
         for name, value in zip(part_names(row, col), made, strict=True):
             out[name].copy_(value.reshape(out[name].shape))
         damage(out)
 
     fake = types.SimpleNamespace(quantize=quantize)
-    monkeypatch.setattr(dispatch, "_kernels", lambda *_: None if env.reference_only() else fake)
+    monkeypatch.setattr(casting, "_kernels", lambda *_: None if env.reference_only() else fake)
 
 
 def case(name: str, direction: str = "row+col", shape: tuple[int, int] = (33, 48)) -> Case:
@@ -96,7 +96,7 @@ def test_one_wrong_element_is_found(monkeypatch: pytest.MonkeyPatch, buffer: str
 
 def test_what_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = types.SimpleNamespace(quantize=lambda *_: None)
-    monkeypatch.setattr(dispatch, "_kernels", lambda *_: None if env.reference_only() else fake)
+    monkeypatch.setattr(casting, "_kernels", lambda *_: None if env.reference_only() else fake)
     tally = Tally()
     tally.add(case("mxfp8_e4m3"))
     tally.finish()
@@ -204,14 +204,14 @@ def test_bands_of_delayed_scaling_and_moves() -> None:
 def test_one_wrong_byte_in_a_large_tensor_is_found(
     monkeypatch: pytest.MonkeyPatch, name: str, buffer: str
 ) -> None:
-    real = dispatch._quantize
+    real = casting.quantize
 
     def wrong(x: Tensor, row: Any, col: Any, *rest: Any) -> list[Tensor]:
         made = real(x, row, col, *rest)
         made[part_names(row, col).index(buffer)].view(torch.uint8).view(-1)[-1] ^= 1
         return made
 
-    monkeypatch.setattr(dispatch, "_quantize", wrong)
+    monkeypatch.setattr(casting, "quantize", wrong)
     tally = Tally()
     large.copies(BY_NAME[name], CPU, tally, **SMALL)
     assert tally.failed == 1
@@ -269,13 +269,13 @@ def test_the_command(
     report = tmp_path / "sweep.json"
     assert command.main([*words, "--json", str(report)]) == 0
     assert json.loads(report.read_text())["failed"] == 0
-    real = dispatch._swizzle
+    real = casting.swizzle
 
     def wrong(scale: Tensor) -> Tensor:
         made = real(scale)
         return made if env.reference_only() or scale.shape != (100, 17) else made.add_(1)
 
-    monkeypatch.setattr(dispatch, "_swizzle", wrong)
+    monkeypatch.setattr(casting, "swizzle", wrong)
     capsys.readouterr()
     assert command.main([*words, "--json", str(report)]) == 1
     assert json.loads(report.read_text())["failed"] == 3  # contiguous, a view, strided

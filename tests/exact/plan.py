@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minifloat import dispatch
+from minifloat import casting
 
 from . import checks, large
 from .compare import Case, Tally
@@ -146,6 +146,6 @@ def run(unit: Unit, device: torch.device) -> Result:
         for case in cases(unit, device):
             tally.add(case)
     tally.finish()
-    backend = dispatch.choose(kind.row if kind else None, device)[0]
+    backend = casting.choose(kind.row if kind else None, device)[0]
     spent = time.perf_counter() - start
     return Result(unit, tally.cases, tally.failed, tally.elements, tally.messages, backend, spent)
