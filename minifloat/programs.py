@@ -36,7 +36,9 @@ __all__ = [
     "walk",
 ]
 
-_PLAIN = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device, type})
+_AS_IS = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device, type})
+_PLAIN, _TENSOR, _SEVERAL, _INTERNED, _FOREIGN = "plain", "tensor", "several", "interned", "foreign"
+_PARTS: dict[type, str] = {}  # `_part` of the types that were seen
 _local = threading.local()
 
 
@@ -97,7 +99,12 @@ def walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
     something that no key tells, or that is not on the device of this index."""
     for v in value:
         kind = type(v)
-        if kind is Tensor or kind is Parameter:
+        part = _PARTS.get(kind)
+        if part is None:
+            part = _PARTS[kind] = _part(kind)
+        if part is _PLAIN:
+            key.append(v)
+        elif part is _TENSOR:
             if v.get_device() != index:
                 return False
             try:
@@ -105,17 +112,26 @@ def walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
             except RuntimeError:  # one without memory of its own: sparse, or of a transform
                 return False
             found.append(v)
-        elif kind in _PLAIN:
-            key.append(v)
-        elif isinstance(v, tuple | list):
+        elif part is _SEVERAL:
             key += (kind, len(v))
             if not walk(v, key, found, index):
                 return False
-        elif isinstance(v, Value):
-            key.append(id(v))  # they are interned
+        elif part is _INTERNED:
+            key.append(id(v))
         else:
             return False
     return True
+
+
+def _part(kind: type) -> str:
+    """What objects of this type are to a key."""
+    if kind in _AS_IS:
+        return _PLAIN
+    if kind is Tensor or kind is Parameter:
+        return _TENSOR
+    if issubclass(kind, tuple | list):
+        return _SEVERAL
+    return _INTERNED if issubclass(kind, Value) else _FOREIGN
 
 
 def again(of: Hashable, inputs: Sequence[Tensor | None]) -> list[Any] | None:
