@@ -68,7 +68,7 @@ def note(state: DelayedState, plan: Plan, recipe: Any, roles: tuple[Roles, Roles
     assert rule is not None
     found: tuple[Any, ...] = (recipe, *roles)
     if rule.scale_algo is None and isinstance(rule.amax_algo, str):
-        found = (rule.margin, rule.history_len, rule.amax_algo, None, rule.reduce_amax)
+        found = (rule.margin, rule.history_len, rule.amax_algo, None, rule.reduce_amax, None)
     limits = (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit)
     STATE.ran = (state, limits, found, STATE.group, STATE.ran)
 
@@ -166,7 +166,7 @@ def _update(ran: Ran | None) -> None:
         if any(state is other for other in done):
             continue
         done.append(state)
-        found = DelayedUpdate(*rule) if len(rule) == 5 else rule[0].plan(*rule[1:]).update
+        found = DelayedUpdate(*rule) if len(rule) == 6 else rule[0].plan(*rule[1:]).update
         assert found is not None
         update(state.forward_slots(limits), found, group)
 
