@@ -255,7 +255,7 @@ class LayerNormMLP(Module, Normed):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for _, of in self._parts():
-            of._cached, of._cached_version = None, ()  # it is not moved along
+            of._cached, of._cached_version = None, None  # it is not moved along
         return super()._apply(fn, recurse)
 
     # ------------------------------------------------------------------------------- forward

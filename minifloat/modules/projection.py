@@ -27,7 +27,7 @@ from ..tensors import QuantizedTensorStorage
 from .advice import SETTLED, advise
 from .cached import CachesWeight
 from .wgrad import WeightGradStore
-from .workspace import Cached
+from .workspace import Cached, Versions
 
 __all__ = ["ModeError", "Projection", "refuse_unsupported", "run"]
 
@@ -83,7 +83,7 @@ class Projection(CachesWeight):
         self._counts: Tensor | None = None  # of the products that ran, while somebody counts
         self._probe: Any = None  # of the operands, while somebody looks
         self._cached: Cached | None = None
-        self._cached_version: tuple[tuple[int, int], ...] = ()
+        self._cached_version: Versions | None = None
         self._preallocated = ""  # Plan.weight_key of a workspace held in buffers
 
     def _shard(self, in_features: int, out_features: int, where: str) -> None:

@@ -6,18 +6,19 @@ core and comes out of it; nothing here knows a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.linear import Workspace as Copies
 from ..core.linear import weight_operands
 from ..operands import Live
 from ..recipe.plan import Plan
 
-__all__ = ["Cached", "cast_weight", "quantize_weight"]
+__all__ = ["Cached", "Versions", "cast_weight", "quantize_weight"]
 
 
 class Cached(NamedTuple):
@@ -26,6 +27,27 @@ class Cached(NamedTuple):
     copies: Copies
     key: str
     scale: Tensor | None
+
+
+class Versions:
+    """The values that parameters have now: equal until one of them is written or replaced.
+
+    An address that was freed comes back with other values; the storage that had it does not, as
+    long as a weak reference to it is held here.
+    """
+
+    def __init__(self, owners: Sequence[Tensor] = ()) -> None:
+        self._held = [StorageWeakRef(w.untyped_storage()) for w in owners]  # type: ignore[no-untyped-call]
+        self._seen = [(w.data_ptr(), w._version) for w in owners]
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Versions) and self._seen == other._seen
+        return same and self._held == other._held  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Versions, ()  # the parameters of a copy are others
 
 
 def cast_weight(
@@ -41,8 +63,8 @@ def cast_weight(
     """(what to multiply, the new workspace or None); `cast` makes the copies.
 
     A miss casts and returns the workspace twice. A hit is `cached`, cast again in place if
-    `update`, and None. A workspace of other casts, or without a column copy that is wanted now, is
-    a miss.
+    `update`, and None. A workspace of other casts, without a column copy that is wanted now, or of
+    inference mode outside of it, is a miss.
     """
     hit = cached is not None and _fits(cached, plan, col)
     if hit and not update:
@@ -70,7 +92,11 @@ def _refill(kept: Tensor, new: Tensor) -> None:
 
 
 def _fits(cached: Cached, plan: Plan, col: bool) -> bool:
-    return cached.key == plan.weight_key and not (col and cached.copies[1][0] is None)
+    if cached.key != plan.weight_key or (col and cached.copies[1][0] is None):
+        return False
+    data = cached.copies[0][0]
+    usable = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    return usable or data is None or not data.is_inference()
 
 
 def _flat(cached: Cached) -> tuple[Tensor | None, ...]:

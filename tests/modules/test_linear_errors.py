@@ -4,6 +4,7 @@ nothing is changed by it."""
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -481,7 +482,7 @@ def test_a_cached_weight_without_a_column_copy_is_cast_again() -> None:
     assert x.grad is not None and z.grad is not None and torch.equal(x.grad, z.grad)
 
 
-CHANGES = ("in_place", "load", "assign", "to", "replace", "data")
+CHANGES = ("in_place", "load", "assign", "to", "replace", "data", "address")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -501,6 +502,9 @@ def test_cache_weights_sees_every_change_of_the_weight(change: str, name: str) -
                 module.weight.copy_(value)
         elif change == "data":
             module.weight.data = value.clone()
+        elif change == "address":  # of the old values, which the second allocation gets again
+            module.weight.data = value.clone()
+            module.weight.data = value.clone()
         elif change == "replace":
             module.weight = nn.Parameter(value.clone())
         elif change == "to":
@@ -512,6 +516,47 @@ def test_cache_weights_sees_every_change_of_the_weight(change: str, name: str) -
         other.load_state_dict({"weight": value, "bias": module.bias.detach().clone()})
         with torch.no_grad(), minifloat.autocast(recipe=recipe):
             assert torch.equal(module(x), other(x))
+
+
+def test_a_copy_of_a_module_casts_its_own_weight() -> None:
+    with minifloat.autocast(recipe=MX):
+        module = layer(cache_weights=True)
+        x = torch.randn(4, 32)
+        y = module(x)
+        made = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        for other in made:
+            assert torch.equal(other(x), y)
+            with torch.no_grad():
+                other.weight.mul_(2)
+            assert not torch.equal(other(x), y)
+        assert torch.equal(module(x), y)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("split", [None, ("a", "b")])
+def test_a_weight_that_inference_mode_cast_trains(cache: bool, split: Any) -> None:
+    with minifloat.autocast(recipe=MX):
+        module, other = (layer(cache_weights=cache, parameters_split=split) for _ in range(2))
+        x = torch.randn(4, 32, requires_grad=True)
+        with torch.inference_mode():
+            y = module(x, is_first_microbatch=True)
+        for first in (False, True, None):
+            z = module(x, is_first_microbatch=first)
+            assert torch.equal(z, y)
+            z.sum().backward()
+            other(x).sum().backward()
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+
+
+def test_cache_weights_of_a_module_of_inference_mode() -> None:
+    """Its parameters count no writes, so that every call casts."""
+    with torch.inference_mode(), minifloat.autocast(recipe=MX):
+        module, other, x = layer(cache_weights=True), layer(), torch.randn(4, 32)
+        for _ in range(2):
+            assert torch.equal(module(x), other(x))
+            module.weight.mul_(2)
+            other.weight.mul_(2)
 
 
 def test_cache_weights_sees_a_change_of_a_part() -> None:
