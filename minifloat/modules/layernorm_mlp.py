@@ -270,7 +270,8 @@ class LayerNormMLP(Module, Normed):
         w1, w2 = self.fc1_weight, self.fc2_weight
         b1, b2 = self.fc1_bias, self.fc2_bias
         inp = self._check(inp, w1)
-        begun1, begun2 = fc1._begin(), fc2._begin()
+        begun1 = fc1._begin(fc1._refuser(inp, w1, [w1], is_first_microbatch))
+        begun2 = fc2._begin(fc2._refuser(None, w2, [w2], is_first_microbatch))
         fc1._advise(begun1, inp)
         fc2._advise(begun2, inp)
         weight1 = fc1._weight(w1, inp.dtype, begun1)

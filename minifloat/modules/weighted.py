@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parameters import default_device, initialise, quantized_parameter, splits
+from ..parameters import (
+    check_parameter_dtype,
+    default_device,
+    initialise,
+    quantized_parameter,
+    splits,
+)
 from .projection import ModeError, Projection
 
 __all__ = ["Weighted"]
@@ -32,6 +38,7 @@ class Weighted(Projection):
         where: str,
     ) -> None:
         self._shard(in_features, out_features, where)
+        check_parameter_dtype(dtype, where)
         column = self.tp_size if self.parallel_mode == "column" else 1
         self.use_bias = bias
         self.apply_bias = bias and not self.return_bias

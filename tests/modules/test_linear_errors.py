@@ -103,6 +103,24 @@ def test_a_size_that_is_none(argument: str, size: Any) -> None:
         minifloat.Linear(**sizes, name="fc")
 
 
+@pytest.mark.parametrize("size", [0, -1, "2", 2.0])
+def test_a_number_of_ranks_that_is_none(size: Any) -> None:
+    with pytest.raises(ValueError, match=says("tp_size", repr(size), "an int >= 1")):
+        layer(tp_size=size)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "bf16"])
+def test_a_dtype_that_parameters_cannot_have(dtype: Any) -> None:
+    with pytest.raises(TypeError, match=says("params_dtype", "torch.bfloat16")):
+        layer(params_dtype=dtype)
+
+
+@pytest.mark.parametrize("argument", ["init_method", "get_rng_state_tracker"])
+def test_a_function_that_is_none(argument: str) -> None:
+    with pytest.raises(TypeError, match=says(argument, "'zeros'", "a function is needed")):
+        layer(**{argument: "zeros"})
+
+
 @pytest.mark.parametrize("mode", [None, "column", "row"])
 def test_ranks_without_a_group(mode: Any) -> None:
     made = layer(tp_size=2, parallel_mode=mode)
@@ -124,6 +142,24 @@ def test_a_main_grad_of_another_shape(shape: tuple[int, ...]) -> None:
     pattern = says("fuse_wgrad_accumulation", "main_grad", r"\(48, 32\)")
     with refused(ValueError, pattern, made), minifloat.autocast(recipe=CURRENT):
         made(torch.randn(4, 32))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "word"),
+    [
+        (torch.zeros(48, 32, dtype=torch.int32), TypeError, "torch.int32"),
+        ("yes", TypeError, "str"),
+        (torch.zeros(48, 32, device="meta"), RuntimeError, "on meta"),
+    ],
+)
+def test_a_main_grad_that_is_none(given: Any, error: Any, word: str) -> None:
+    made = layer(fuse_wgrad_accumulation=True)
+    made.weight.main_grad = given
+    made.weight.grad_added_to_main_grad = False
+    pattern = says("fuse_wgrad_accumulation", "main_grad", word)
+    with refused(error, pattern, made), minifloat.autocast(recipe=DELAYED):
+        made(torch.randn(4, 32))
+    assert made.weight.grad_added_to_main_grad is False
 
 
 def test_a_dtype_that_no_recipe_quantizes() -> None:
@@ -154,6 +190,11 @@ SPLITS: list[tuple[Any, type[Exception], tuple[str, ...], dict[str, Any]]] = [
     (3, TypeError, ("int", "list of names or a dict"), {}),
     ("qkv", TypeError, ("str", "list of names or a dict"), {}),
     (("a", "b", "c", "d", "e"), ValueError, ("5 parameters", "divide", "out_features=48"), {}),
+    ({"a": 56, "b": -8}, ValueError, ("'b': -8", "an int >= 0"), {}),
+    ({"a": 24.0, "b": 24.0}, ValueError, ("'a': 24.0", "an int >= 0"), {}),
+    (("a", "b", "a"), ValueError, ("'a' twice", "name each once"), {}),
+    ({"a": 24, "a_": 24}, ValueError, ("'a_' is a second 'a_'", "name each once"), {}),
+    ((1, 2), ValueError, ("got 1", "a name"), {}),
     ({"a": 20, "b": 20}, ValueError, ("sum to 40", "out_features is 48"), {}),
     (
         {"a": 45, "b": 3},
@@ -309,19 +350,19 @@ def test_sequence_parallelism_needs_more_than_one_rank() -> None:
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_accumulation_without_a_main_grad(name: str) -> None:
     module = layer(fuse_wgrad_accumulation=True)
-    with (
-        pytest.raises(RuntimeError, match=says("fuse_wgrad_accumulation", "main_grad", "set it")),
-        minifloat.autocast(recipe=RECIPES[name]()),
-    ):
-        module(torch.ones(4, 32))
+    pattern = says("fuse_wgrad_accumulation", "main_grad", "set it")
+    for first in (None, True):
+        with (
+            refused(RuntimeError, pattern, module),
+            minifloat.autocast(recipe=RECIPES[name]()),
+        ):
+            module(torch.ones(4, 32), is_first_microbatch=first)
 
 
 def test_save_original_input_with_delayed_scaling() -> None:
     module = layer(save_original_input=True)
-    with (
-        pytest.raises(ValueError, match=says("save_original_input", "delayed", "another recipe")),
-        minifloat.autocast(recipe=DELAYED),
-    ):
+    pattern = says("save_original_input", "delayed", "another recipe")
+    with refused(ValueError, pattern, module), minifloat.autocast(recipe=DELAYED):
         module(torch.ones(4, 32))
 
 
@@ -340,6 +381,38 @@ def test_save_original_input_with_a_quantizer_that_cannot_run_twice() -> None:
     ):
         y = module(torch.ones(4, 32))
     y.sum().backward()
+
+
+@pytest.mark.parametrize("first", [0, 1, "yes", torch.tensor(True)])
+def test_a_first_microbatch_that_is_no_bool(first: Any) -> None:
+    """1 == True, and yet it would be added to main_grad."""
+    module = layer()
+    pattern = says("is_first_microbatch", "True, False or None")
+    with refused(TypeError, pattern, module), minifloat.autocast(recipe=DELAYED):
+        module(torch.ones(4, 32), is_first_microbatch=first)
+
+
+@pytest.mark.parametrize("recipe", [MX, DELAYED], ids=["mxfp8", "delayed"])
+def test_a_weight_of_another_recipe(recipe: Any) -> None:
+    with minifloat.quantized_model_init(recipe=recipes.Float8BlockScaling()):
+        module = layer()
+    pattern = f"Recipe mismatch for '{WHERE}'.*use the recipe of quantized_model_init"
+    with refused(RuntimeError, pattern, module), minifloat.autocast(recipe=recipe):
+        module(torch.ones(4, 32))
+
+
+@pytest.mark.parametrize("row", [True, False])
+def test_a_quantized_input_without_a_copy(row: bool) -> None:
+    module, x = layer(), torch.randn(4, 32)
+    kind = minifloat.DType.kFloat8E4M3
+    missing = "columnwise" if row else "rowwise"
+    pattern = says("inp", f"the {missing} copy is absent", f"{missing}=True")
+    inp = MXFP8Quantizer(kind, rowwise=row, columnwise=not row)(x)
+    with refused(RuntimeError, pattern, module), minifloat.autocast(recipe=MX):
+        module(inp)
+    if not row:
+        with refused(RuntimeError, pattern, module), minifloat.autocast(recipe=DELAYED):
+            module(inp)
 
 
 @pytest.mark.parametrize("argument", ["fp8_output", "fp8_grad"])
