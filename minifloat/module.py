@@ -269,6 +269,11 @@ class Module(nn.Module):
             unexpected_keys,
             error_msgs,
         )
+        # Parameters that were assigned left the meta device; checkpoints need not have this state.
+        real = [p.device for p in self.parameters(recurse=False) if not p.is_meta]
+        for held in self.modules() if real else ():
+            if isinstance(held, DelayedState):
+                held.materialise(real[0])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         held = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}

@@ -187,8 +187,7 @@ class LayerNormMLP(Module, Normed):
                 b.partition_dim, b.partition_stride = 0, 1
 
     def _initialise(self, part: str, of: _Part, method: Callable[[Tensor], Any]) -> None:
-        if of.delayed.scale_input.is_meta:
-            of.delayed.to_empty(device=default_device(None))
+        of.delayed.materialise(default_device(None))
         weight, bias = getattr(self, f"{part}_weight"), getattr(self, f"{part}_bias")
         initialise([weight], method, self._tracker, None, self._where())
         if bias is not None:

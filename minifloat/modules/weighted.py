@@ -82,8 +82,7 @@ class Weighted(Projection):
                     real = torch.empty_like(parameter, device=default_device(None))
                     made = nn.Parameter(real, parameter.requires_grad)
                     self.register_parameter(name, made)
-            if self.delayed.scale_input.is_meta:
-                self.delayed.to_empty(device=default_device(None))
+            self.delayed.materialise(default_device(None))
             weights = self._weights()
             initialise(weights, self._init_method, *self._tracker, self._where())
             with torch.no_grad():
