@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..core.linear import Workspace as Copies
 from ..core.linear import weight_operands
 from ..operands import Live
+from ..quantizers import Quantizer
 from ..recipe.plan import Plan
 
 __all__ = ["Cached", "Versions", "cast_weight", "quantize_weight"]
@@ -117,14 +118,22 @@ def quantize_weight(
     """(weight for a GEMM, new workspace or None), on quantized tensors.
 
     A quantized `tensor` is returned as it is. A `workspace` that has the copies `quantizer` asks
-    for is a hit: it is quantized again in place if `update_workspace` (and `skip_update_flag` is
-    not 1.0) and returned with None. Else `tensor` is quantized, and is the new workspace if
-    `cache`.
+    for, cast as it casts, is a hit: it is quantized again in place if `update_workspace` (and
+    `skip_update_flag` is not 1.0) and returned with None. Else `tensor` is quantized, and is the
+    new workspace if `cache`.
     """
     from ..tensors import QuantizedTensorStorage
 
     if fsdp_group is not None:
         raise NotImplementedError("fsdp_group: FSDP1 is not supported; use FSDP2 (fully_shard)")
+    named = quantizer is None or torch.compiler.is_compiling()  # 2.11 traces no `isinstance` of it
+    if not named and not isinstance(quantizer, Quantizer):
+        raise TypeError(f"quantizer: got {type(quantizer).__name__}; a Quantizer is needed")
+    if workspace is not None and not isinstance(workspace, QuantizedTensorStorage):
+        raise TypeError(
+            f"workspace: got {type(workspace).__name__}; what quantize_weight(cache=True) returned "
+            "is needed"
+        )
     if isinstance(tensor, QuantizedTensorStorage):
         if quantizer is not None:
             tensor.update_usage(
@@ -151,5 +160,9 @@ def quantize_weight(
 
 
 def _has(workspace: Any, quantizer: Any) -> bool:
+    try:
+        quantizer._check_destination(workspace)
+    except ValueError:  # of another format
+        return False
     usages = workspace.get_usages()
     return all(usages[k] or not v for k, v in quantizer.get_usages().items())

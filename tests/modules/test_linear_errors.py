@@ -183,6 +183,29 @@ def test_a_second_derivative(recipe: Any) -> None:
         (y.sum() + dx.square().sum()).backward()
 
 
+@pytest.mark.parametrize("recipe", [None, MX], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("first", [None, True])
+def test_a_retained_graph_whose_weight_changed(recipe: Any, first: bool | None) -> None:
+    """PyTorch's error, not a gradient by the new weight."""
+    made = layer()
+    x = torch.randn(4, 32).requires_grad_()
+    with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
+        y = made(x, is_first_microbatch=first)
+    y.sum().backward(retain_graph=True)
+    kept = x.grad
+    assert kept is not None
+    x.grad = None
+    y.sum().backward(retain_graph=True)
+    assert x.grad is not None and torch.equal(x.grad, kept)
+    with torch.no_grad():
+        made.weight.mul_(2)
+    if recipe is not None and first:
+        with minifloat.autocast(recipe=recipe):
+            made(x, is_first_microbatch=True)  # writes what was cast anew
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 SPLITS: list[tuple[Any, type[Exception], tuple[str, ...], dict[str, Any]]] = [
     ((), ValueError, ("empty", "name at least one"), {}),
     ([], ValueError, ("empty", "name at least one"), {}),
@@ -523,6 +546,18 @@ def test_quantize_weight() -> None:
     assert new is None and torch.equal(made.dequantize(), kept.dequantize())
     same_tensor, new = minifloat.quantize_weight(tensor=made, quantizer=quantizer)
     assert same_tensor is made and new is None
+    wider = MXFP8Quantizer(minifloat.DType.kFloat8E5M2)
+    current = minifloat.Float8CurrentScalingQuantizer(minifloat.DType.kFloat8E4M3, "cpu")
+    for other in (wider, current):  # a workspace of another format is a miss
+        found, new = minifloat.quantize_weight(
+            tensor=weight, quantizer=other, workspace=made, cache=True
+        )
+        assert found is new and found._fp8_dtype == other.dtype
+        assert torch.equal(found.dequantize(), other(weight).dequantize())
+    with pytest.raises(TypeError, match="quantizer: got str; a Quantizer"):
+        minifloat.quantize_weight(tensor=weight, quantizer="mxfp8")
+    with pytest.raises(TypeError, match="workspace: got Tensor"):
+        minifloat.quantize_weight(tensor=weight, quantizer=quantizer, workspace=weight)
 
 
 # ------------------------------------------------------------------------------ first microbatch
