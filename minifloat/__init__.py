@@ -33,6 +33,8 @@ from .recipe import (
     QuantizerRequest,
     QuantizerRole,
     get_default_recipe,
+    get_device_compute_capability,
+    is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
@@ -65,7 +67,8 @@ from .tensors import (
 )
 
 if TYPE_CHECKING:
-    from . import ops
+    from . import constants, ops
+    from .glu import deinterleave_glu_tensor, interleave_glu_tensor
     from .grouped import (
         bgrad_group_quantize,
         bgrad_quantize,
@@ -140,15 +143,20 @@ __all__ = [
     "bgrad_quantize",
     "bisect",
     "checkpoint",
+    "constants",
     "convert",
+    "deinterleave_glu_tensor",
     "dynamo",
     "flatten_state_dict",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
+    "get_device_compute_capability",
     "group_dequantize",
     "group_quantize",
     "inspect",
+    "interleave_glu_tensor",
+    "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
@@ -177,6 +185,8 @@ __all__ = [
 
 # Loaded when they are first asked for: an import must stay under 0.3 s.
 _LATER = {
+    "constants": ("constants",),
+    "glu": ("deinterleave_glu_tensor", "interleave_glu_tensor"),
     "ops": ("ops",),
     "grouped": (
         "bgrad_group_quantize",

@@ -113,17 +113,37 @@ def _saved(ctx: Any) -> list[Any]:
     """The saved tensors; a graph that is retained keeps them for its next backward."""
     if torch.compiler.is_compiling():
         return list(ctx.saved_tensors)
-    held = ctx.__dict__.pop("held", None)
-    if held is None:
+    kept = ctx.__dict__.pop("kept", None)
+    if kept is None:
         held = ctx.saved_tensors
+        versions = _versions(held) if _keeps_graph() else []
+    else:
+        held, versions = kept
+        _check_versions(held, versions)
     if _keeps_graph():
-        ctx.held = held
+        ctx.kept = (held, versions)
     return list(held)
+
+
+def _versions(held: tuple[Any, ...]) -> list[int]:
+    return [-1 if t is None or t.is_inference() else t._version for t in held]
+
+
+def _check_versions(held: tuple[Any, ...], versions: list[int]) -> None:
+    """What PyTorch checks of a saved tensor, of one that a retained graph has kept itself."""
+    for t, now, then in zip(held, _versions(held), versions, strict=True):
+        if now != then:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{t.type()} {list(t.shape)}] is at version {now}; expected "
+                f"version {then} instead. Run every backward of a retained graph before it changes"
+            )
 
 
 # Where a graph breaks inside the work, these run as they are: Dynamo would start a graph in each
 # frame, and looks at an argument like `ctx` by reading its saved tensors, which clears them.
-_SKIPPED = (_Run.forward, _Run.backward, _Run._backward, _backward, _saved)
+_OWN = (_backward, _saved, _versions, _check_versions)
+_SKIPPED = (_Run.forward, _Run.backward, _Run._backward, *_OWN)
 for _function in (*_SKIPPED, replays.forward, replays.backward):
     eval_frame.set_code_exec_strategy(
         _function.__code__,

@@ -90,8 +90,7 @@ class Experts(Module):
                 if parameter.is_meta:
                     real = torch.empty_like(parameter, device=default_device(None))
                     self.register_parameter(name, nn.Parameter(real, parameter.requires_grad))
-            if self.delayed.scale_input.is_meta:
-                self.delayed.to_empty(device=default_device(None))
+            self.delayed.materialise(default_device(None))
             self._join()
             with torch.no_grad():
                 owners = self._weights()

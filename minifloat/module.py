@@ -6,6 +6,7 @@ operations need of it; nothing below a module reads it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -154,8 +155,11 @@ class Module(nn.Module):
         return self.delayed.quantizer(slot, plan)._with_usages(True, True)
 
     # ------------------------------------------------------------------------- start of forward
-    def _begin(self) -> Begun:
-        """Read the ambient state, once; in a recompute, what the first run read."""
+    def _begin(self, refuse: Callable[[Plan], None] | None = None) -> Begun:
+        """Read the ambient state, once; in a recompute, what the first run read.
+
+        `refuse` raises where a call does not go with the plan, before anything has changed.
+        """
         new, old = ([], None) if torch.compiler.is_compiling() else tapes()
         entry: Entry | None = None
         replays = old is not None
@@ -172,6 +176,8 @@ class Module(nn.Module):
             roles = (None, None) if recipe is None else self._roles(recipe)
             plan = HIGH_PLAN if recipe is None else recipe.plan(*roles)
             calibration = None if other is None else other.plan(*self._roles(other))
+            if refuse is not None:
+                refuse(plan)
             if new:
                 entry = Entry(plan, calibration, group)
         if entry is not None:
@@ -263,6 +269,11 @@ class Module(nn.Module):
             unexpected_keys,
             error_msgs,
         )
+        # Parameters that were assigned left the meta device; checkpoints need not have this state.
+        real = [p.device for p in self.parameters(recurse=False) if not p.is_meta]
+        for held in self.modules() if real else ():
+            if isinstance(held, DelayedState):
+                held.materialise(real[0])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         held = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}

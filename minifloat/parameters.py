@@ -17,8 +17,11 @@ from .recipe.delayed import DelayedState
 from .recipe.plan import Plan
 
 __all__ = [
+    "check_parameter_dtype",
+    "check_recipe_of",
     "default_device",
     "default_init",
+    "find_main_grad",
     "initialise",
     "keep_values",
     "main_grad",
@@ -42,6 +45,16 @@ def default_init(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
+def check_parameter_dtype(dtype: object, where: str) -> None:
+    """Raise unless parameters can have `dtype`."""
+    floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if not floats or dtype.itemsize < 2:  # type: ignore[attr-defined]
+        raise TypeError(
+            f"{where}: params_dtype: got {dtype!r}; torch.float32, torch.bfloat16 or torch.float16 "
+            "is needed"
+        )
+
+
 def splits(given: Any, out_features: int, tp_size: int, where: str) -> dict[str, int]:
     """{prefix of the parameters: rows}; the prefix of an unsplit module is empty."""
     if given is None:
@@ -52,6 +65,9 @@ def splits(given: Any, out_features: int, tp_size: int, where: str) -> dict[str,
         sizes = dict(given)
     elif isinstance(given, Iterable) and not isinstance(given, str):
         names = list(given)
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{where}: parameters_split names {name!r} twice; name each once")
         if out_features % len(names):
             raise ValueError(
                 f"{where}: parameters_split names {len(names)} parameters, which do not divide "
@@ -63,6 +79,12 @@ def splits(given: Any, out_features: int, tp_size: int, where: str) -> dict[str,
             f"{where}: parameters_split: got {type(given).__name__}; a list of names or a dict "
             "{name: rows} is needed"
         )
+    for name, size in sizes.items():
+        if not isinstance(name, str) or not hasattr(size, "__index__") or size < 0:
+            raise ValueError(
+                f"{where}: parameters_split: got {name!r}: {size!r}; a name and an int >= 0 are "
+                "needed"
+            )
     if sum(sizes.values()) != out_features:
         raise ValueError(
             f"{where}: parameters_split: sizes {sizes} sum to {sum(sizes.values())}; "
@@ -74,7 +96,16 @@ def splits(given: Any, out_features: int, tp_size: int, where: str) -> dict[str,
                 f"{where}: parameters_split: {name!r} has {size} rows, which tp_size={tp_size} "
                 "does not divide"
             )
-    return {name.rstrip("_") + "_": size // tp_size for name, size in sizes.items()}
+    made: dict[str, int] = {}
+    for name, size in sizes.items():
+        prefix = name.rstrip("_") + "_"
+        if prefix in made:
+            raise ValueError(
+                f"{where}: parameters_split: {name!r} is a second {prefix!r}: trailing underscores "
+                "do not count; name each once"
+            )
+        made[prefix] = size // tp_size
+    return made
 
 
 def initialise(
@@ -85,6 +116,9 @@ def initialise(
     where: str,
 ) -> None:
     """Fill the weights; NaN is refused."""
+    for argument, given in (("init_method", init_method), ("get_rng_state_tracker", tracker)):
+        if given is not None and not callable(given):
+            raise TypeError(f"{where}: {argument}: got {given!r}; a function is needed")
     fork = contextlib.nullcontext()
     if tracker is not None:
         fork = tracker().fork(tracker_name) if tracker_name else tracker().fork()
@@ -128,13 +162,20 @@ def quantized_weight(weight: Any, plan: Plan, where: str) -> Any:
                 stacklevel=4,
             )
         return weight.dequantize()
+    check_recipe_of(weight, plan, where)
+    return weight
+
+
+def check_recipe_of(weight: Any, plan: Plan, where: str) -> None:
+    """Raise unless `plan` multiplies weights that are quantized as this one is, or none."""
+    if plan.w_row.layout[0] is not torch.uint8:
+        return
     if weight._cast(False).format_name != plan.w_row.format_name:
         raise RuntimeError(
             f"Recipe mismatch for '{where}': the weight was quantized as "
             f"{weight._cast(False).format_name}, and {plan.name} multiplies "
             f"{plan.w_row.format_name}; use the recipe of quantized_model_init"
         )
-    return weight
 
 
 def recipe_scales_by_history(quantizer: Any) -> bool:
@@ -148,11 +189,8 @@ def keep_values(parameter: Any, value: Tensor) -> None:
     parameter.clear_high_precision_init_val = held.clear
 
 
-def main_grad(weight: Any, where: str, argument: str) -> tuple[Any, bool, bool | None]:
-    """(main_grad, whether to overwrite it, dummy gradient: None, or whether it is zeros).
-
-    `argument` is the option that asks for it, in messages.
-    """
+def find_main_grad(weight: Any, where: str, argument: str) -> Tensor:
+    """What the gradient of `weight` is added to; `argument` is the option that asks for it."""
     found = (
         weight.get_main_grad()
         if hasattr(weight, "__fsdp_param__")
@@ -163,11 +201,28 @@ def main_grad(weight: Any, where: str, argument: str) -> tuple[Any, bool, bool |
             f"{where}: {argument} without weight.main_grad; set it to an fp32 or bf16 tensor of "
             "the weight's shape"
         )
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        got = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        raise TypeError(
+            f"{where}: {argument}: weight.main_grad is {got}; it must be an fp32 or bf16 tensor of "
+            "the weight's shape"
+        )
     if found.shape != weight.shape:
         raise ValueError(
             f"{where}: {argument}: weight.main_grad has shape {tuple(found.shape)}; it must have "
             f"the weight's, {tuple(weight.shape)}"
         )
+    if found.device != weight.device:
+        raise RuntimeError(
+            f"{where}: {argument}: weight.main_grad is on {found.device}, the weight on "
+            f"{weight.device}; move it there"
+        )
+    return found
+
+
+def main_grad(weight: Any, where: str, argument: str) -> tuple[Tensor, bool, bool | None]:
+    """(main_grad, whether to overwrite it, dummy gradient: None, or whether it is zeros)."""
+    found = find_main_grad(weight, where, argument)
     dummy = None
     if hasattr(weight, "grad_added_to_main_grad"):
         weight.grad_added_to_main_grad = True

@@ -12,7 +12,7 @@ from ..recipe import Recipe, get_default_recipe
 from ..recipe.autocast import STATE
 from ..recipe.replay import unseen
 from ..tensors import QuantizedTensorStorage
-from .workspace import Cached, cast_weight
+from .workspace import Cached, Versions, cast_weight
 
 __all__ = ["CachesWeight"]
 
@@ -26,7 +26,7 @@ class CachesWeight(Module):
 
     cache_weights: bool
     _cached: Cached | None
-    _cached_version: tuple[Any, ...]  # of the parameters that were cast
+    _cached_version: Versions | None  # of the parameters that were cast
     _preallocated: str  # Plan.weight_key of a workspace held in buffers, or ""
     _init_recipe: Recipe | None
     _weight_operands = staticmethod(weight_operands)  # what casts a weight for a workspace
@@ -55,14 +55,14 @@ class CachesWeight(Module):
                     update=True,
                     cast=self._weight_operands,
                 )[0]
-        if first is None and not self._versioned():
+        if first is None and not self._versioned(owners):
             return None
         update = first is not False
+        version = None
         if first is None:
             # Of the parameters: those of a split module are joined anew at every call.
-            version = tuple([(w.data_ptr(), w._version) for w in owners])
+            version = Versions(owners)
             update = version != self._cached_version
-            self._cached_version = version
         with unseen(begun.entry is not None):
             cached, new = cast_weight(
                 weight,
@@ -75,6 +75,8 @@ class CachesWeight(Module):
             )
         if new is not None:
             self._set_cached(new)
+        if version is not None:
+            self._cached_version = version
         if begun.entry is not None:
             begun.entry.workspace = True
             if cached.scale is not None:
@@ -124,7 +126,7 @@ class CachesWeight(Module):
             self.delayed.reset()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._cached, self._cached_version = None, ()  # it is not moved along
+        self._cached, self._cached_version = None, None  # it is not moved along
         held = [(name, b) for name, b in self._buffers.items() if b is not None]
         super()._apply(fn, recurse)
         for name, b in held:  # a workspace keeps its dtypes: module.bfloat16() means the parameters
@@ -134,8 +136,14 @@ class CachesWeight(Module):
                 self._buffers[name] = b.to(moved.device)
         return self
 
-    def _versioned(self) -> bool:
-        return self.cache_weights and not torch.compiler.is_compiling()
+    def _versioned(self, owners: list[Any]) -> bool:
+        """Whether an eager call sees by itself that the weight has changed."""
+        if not self.cache_weights or torch.compiler.is_compiling():
+            return False
+        # FSDP writes a weight that it gathers behind the back of its version; inference tensors
+        # have none.
+        sharded = self.__dict__.get("_is_fsdp_managed_module", False)
+        return not sharded and not any(w.is_inference() for w in owners)
 
 
 def _capturing() -> bool:

@@ -135,6 +135,7 @@ class GroupedLinear(Experts, Projection):
         that the result and the input's gradient are written to.
         """
         owners = self._weights()
+        self._check_first(is_first_microbatch)
         inp = self._check_rows(inp, owners)
         if dgrad_out is not None:
             inp = self._with_buffer(inp, dgrad_out)

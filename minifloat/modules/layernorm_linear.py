@@ -133,7 +133,8 @@ class LayerNormLinear(Weighted, Normed):
         inp = self._check_input(inp, weight)
         if isinstance(inp, QuantizedTensorStorage):
             inp = inp.dequantize()
-        begun = self._begin()
+        first = is_first_microbatch
+        begun = self._begin(self._refuser(inp, weight, owners, first, fp8_output, fp8_grad))
         plan = begun.plan
         self._advise(begun, inp)
         weight = self._weight(weight, inp.dtype, begun)
@@ -145,7 +146,7 @@ class LayerNormLinear(Weighted, Normed):
             grads and weight.requires_grad,
             grads and fused is not None and fused.requires_grad,
         )
-        call = self._call(begun, needs, inp, weight, owners, is_first_microbatch, fp8_grad)
+        call = self._call(begun, needs, inp, weight, owners, first, fp8_grad)
         links: tuple[Any, ...] = ()
         if call.grad_input is not None:  # the gradient of the norm's input ends the backward
             links = ((collectives.QuantizeGrad, call),)

@@ -187,8 +187,7 @@ class LayerNormMLP(Module, Normed):
                 b.partition_dim, b.partition_stride = 0, 1
 
     def _initialise(self, part: str, of: _Part, method: Callable[[Tensor], Any]) -> None:
-        if of.delayed.scale_input.is_meta:
-            of.delayed.to_empty(device=default_device(None))
+        of.delayed.materialise(default_device(None))
         weight, bias = getattr(self, f"{part}_weight"), getattr(self, f"{part}_bias")
         initialise([weight], method, self._tracker, None, self._where())
         if bias is not None:
@@ -255,7 +254,7 @@ class LayerNormMLP(Module, Normed):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for _, of in self._parts():
-            of._cached, of._cached_version = None, ()  # it is not moved along
+            of._cached, of._cached_version = None, None  # it is not moved along
         return super()._apply(fn, recurse)
 
     # ------------------------------------------------------------------------------- forward
@@ -270,7 +269,8 @@ class LayerNormMLP(Module, Normed):
         w1, w2 = self.fc1_weight, self.fc2_weight
         b1, b2 = self.fc1_bias, self.fc2_bias
         inp = self._check(inp, w1)
-        begun1, begun2 = fc1._begin(), fc2._begin()
+        begun1 = fc1._begin(fc1._refuser(inp, w1, [w1], is_first_microbatch))
+        begun2 = fc2._begin(fc2._refuser(None, w2, [w2], is_first_microbatch))
         fc1._advise(begun1, inp)
         fc2._advise(begun2, inp)
         weight1 = fc1._weight(w1, inp.dtype, begun1)

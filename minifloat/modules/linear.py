@@ -123,13 +123,13 @@ class Linear(Weighted, nn.Linear):
         owners = self._owners(weight)
         bias = self._bias()
         inp = self._check_input(inp, weight)
-        begun = self._begin()
+        first = is_first_microbatch
+        begun = self._begin(self._refuser(inp, weight, owners, first, fp8_output, fp8_grad))
         plan = begun.plan
         self._advise(begun, inp)
         weight = self._weight(weight, inp.dtype, begun)
         if isinstance(inp, QuantizedTensorStorage):
-            need_col = torch.is_grad_enabled() and weight.requires_grad and not plan.override
-            inp = self._check_quantized_input(inp, plan, need_col)
+            inp = self._check_quantized_input(inp, plan, self._needs_col(weight, plan))
         if begun.calibration is not None:
             self._calibrate(inp, weight, begun)
         grads = torch.is_grad_enabled()
@@ -140,7 +140,7 @@ class Linear(Weighted, nn.Linear):
             grads and weight.requires_grad,
             grads and fused is not None and fused.requires_grad,
         )
-        call = self._call(begun, needs, inp, weight, owners, is_first_microbatch, fp8_grad)
+        call = self._call(begun, needs, inp, weight, owners, first, fp8_grad)
         y = run(self._links(call, inp.shape), inp, (weight, fused), True in needs)
         self._end(begun)
         if self.apply_bias and row and bias is not None:

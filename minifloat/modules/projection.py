@@ -8,6 +8,8 @@ plain data to the core. A module that has one weight is a projection; one that h
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +20,18 @@ from ..autograd import chain
 from ..core import collectives
 from ..core.linear import Call
 from ..core.linear import Linear as LinearOp
+from ..formats import Operand
 from ..inputs import INPUT_DTYPES
 from ..module import Begun
-from ..parameters import main_grad, quantized_weight
+from ..parameters import check_recipe_of, find_main_grad, main_grad, quantized_weight
 from ..quantizers import UsageError
 from ..recipe.autocast import STATE
+from ..recipe.plan import Plan
 from ..tensors import QuantizedTensorStorage
 from .advice import SETTLED, advise
 from .cached import CachesWeight
 from .wgrad import WeightGradStore
-from .workspace import Cached
+from .workspace import Cached, Versions
 
 __all__ = ["ModeError", "Projection", "refuse_unsupported", "run"]
 
@@ -63,6 +67,8 @@ class Projection(CachesWeight):
             raise ModeError(
                 f"{where}: parallel_mode: got {parallel_mode!r}; allowed: None, 'column', 'row'"
             )
+        if not hasattr(tp_size, "__index__") or tp_size < 1:
+            raise ValueError(f"{where}: tp_size: got {tp_size!r}; an int >= 1 is needed")
         self._setup(name, device)
         self.recipe = None  # on the instance: a graph looks for it there
         self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
@@ -83,7 +89,7 @@ class Projection(CachesWeight):
         self._counts: Tensor | None = None  # of the products that ran, while somebody counts
         self._probe: Any = None  # of the operands, while somebody looks
         self._cached: Cached | None = None
-        self._cached_version: tuple[tuple[int, int], ...] = ()
+        self._cached_version: Versions | None = None
         self._preallocated = ""  # Plan.weight_key of a workspace held in buffers
 
     def _shard(self, in_features: int, out_features: int, where: str) -> None:
@@ -129,6 +135,58 @@ class Projection(CachesWeight):
         return self._preserve
 
     # ------------------------------------------------------------------------------- a forward
+    def _refuser(
+        self,
+        inp: Any,
+        weight: Any,
+        owners: list[Any],
+        first: bool | None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Callable[[Plan], None] | None:
+        """What `_begin` asks whether this call can run; None: it can, whatever the plan.
+
+        `inp` is None where the input is made on the way.
+        """
+        special = self._special or first is not None or fp8_output or fp8_grad
+        if not (special or self._tp is not None or _quantized(weight) or _quantized(inp)):
+            return None
+        return partial(self._refuse, inp, weight, owners, first, fp8_output, fp8_grad)
+
+    def _refuse(
+        self,
+        inp: Any,
+        weight: Any,
+        owners: list[Any],
+        first: bool | None,
+        fp8_output: bool,
+        fp8_grad: bool,
+        plan: Plan,
+    ) -> None:
+        """Raise for what a forward by `plan` would find wrong on its way."""
+        self._check_first(first)
+        if _quantized(weight):
+            check_recipe_of(weight, plan, self._where())
+        if _quantized(inp):
+            self._reads_quantized_input(inp, plan, self._needs_col(weight, plan))
+        if inp is not None and self._collects():
+            self._check_sequence(inp.shape)
+        if self.fuse_wgrad_accumulation and weight.requires_grad:
+            find_main_grad(owners[0], self._where(), "fuse_wgrad_accumulation")
+        if self.save_original_input:
+            self._check_saving(plan)
+        if fp8_output:
+            self._check_boundary(plan.output, plan.delayed[2], "fp8_output")
+        if fp8_grad:
+            self._check_boundary(plan.grad_input, plan.delayed[4], "fp8_grad")
+
+    def _check_first(self, first: object) -> None:
+        if first is not None and first is not True and first is not False:  # 1 would be neither
+            raise TypeError(
+                f"{self._where()}: is_first_microbatch: got {first!r}; True, False or None is "
+                "needed"
+            )
+
     def _weight(self, weight: Any, dtype: torch.dtype, begun: Begun) -> Any:
         """The weight as this plan reads it."""
         if isinstance(weight, QuantizedTensorStorage):
@@ -190,12 +248,8 @@ class Projection(CachesWeight):
 
     def _parallel(self, call: Call, shape: tuple[int, ...]) -> tuple[Any, ...]:
         assert self._tp is not None
-        sequence, size = self.sequence_parallel, self._tp.size
-        if sequence and len(shape) < 2:
-            raise ValueError(
-                f"{self._where()}: inp: got shape {tuple(shape)}; sequence_parallel splits "
-                "the first dim of [sequence, ..., features]"
-            )
+        sequence = self.sequence_parallel
+        self._check_sequence(shape)
         if self.parallel_mode == "column":
             first = collectives.Gather if sequence else collectives.Replicate
             if call.grad_input is None:
@@ -203,13 +257,23 @@ class Projection(CachesWeight):
             # What is quantized is the sum over the ranks, and it ends the backward.
             inner = call._replace(grad_input=None, slots=None)
             return (collectives.QuantizeGrad, call), (first, self._tp), (LinearOp, inner)
-        if sequence and shape[0] % size:
-            raise ValueError(
-                f"{self._where()}: inp: got shape {tuple(shape)}; sequence_parallel splits "
-                f"the first dim of the output, {shape[0]}, which tp_size={size} does not divide"
-            )
         last = collectives.ReduceScatter if sequence else collectives.AllReduce
         return (LinearOp, call), (last, self._tp)
+
+    def _check_sequence(self, shape: tuple[int, ...]) -> None:
+        """Raise unless sequence parallelism can split what it has to."""
+        if not self.sequence_parallel:
+            return
+        if len(shape) < 2:
+            raise ValueError(
+                f"{self._where()}: inp: got shape {tuple(shape)}; sequence_parallel splits "
+                "the first dim of [sequence, ..., features]"
+            )
+        if self.parallel_mode == "row" and shape[0] % self.tp_size:
+            raise ValueError(
+                f"{self._where()}: inp: got shape {tuple(shape)}; sequence_parallel splits the "
+                f"first dim of the output, {shape[0]}, which tp_size={self.tp_size} does not divide"
+            )
 
     def _check_input(self, inp: Any, weight: Any) -> Any:
         if not isinstance(inp, Tensor):
@@ -246,19 +310,33 @@ class Projection(CachesWeight):
     def _check_quantized(self, weight: Any, begun: Begun) -> Any:
         return quantized_weight(weight, begun.plan, self._where())
 
-    def _check_quantized_input(self, inp: Any, plan: Any, need_col: bool) -> Any:
+    def _needs_col(self, weight: Any, plan: Plan) -> bool:
+        """Whether backward multiplies the column copy of a quantized input."""
+        return torch.is_grad_enabled() and weight.requires_grad and not plan.override
+
+    def _check_quantized_input(self, inp: Any, plan: Plan, need_col: bool) -> Any:
         """A quantized input as it is, if it is cast as the recipe casts; else its values."""
+        return inp if self._reads_quantized_input(inp, plan, need_col) else inp.dequantize()
+
+    def _reads_quantized_input(self, inp: Any, plan: Plan, need_col: bool) -> bool:
+        """Whether a quantized input is cast as the recipe casts."""
         # A graph cannot branch on an attribute of its input: there, swizzled scales go unnoticed.
         if not torch.compiler.is_compiling() and inp._with_gemm_swizzled_scales:
             raise UsageError(
                 f"{self._where()}: inp: its scales are in GEMM order, which cannot be read back; "
                 "quantize it with optimize_for_gemm=False"
             )
-        if not _reads_as(inp.operand(False).cast, plan.x_row):
-            return inp.dequantize()
-        if need_col and not _reads_as(inp.operand(True).cast, plan.x_col):
-            return inp.dequantize()
-        return inp
+        if not _reads_as(self._input_operand(inp, False).cast, plan.x_row):
+            return False
+        return not need_col or _reads_as(self._input_operand(inp, True).cast, plan.x_col)
+
+    def _input_operand(self, inp: Any, col: bool) -> Operand:
+        if torch.compiler.is_compiling():
+            return inp.operand(col)  # type: ignore[no-any-return]
+        try:
+            return inp.operand(col)  # type: ignore[no-any-return]
+        except UsageError as error:
+            raise UsageError(f"{self._where()}: inp: {error}") from None
 
     def _calibrate(self, inp: Tensor, weight: Tensor, begun: Begun) -> None:
         """Record amaxes for a recipe that scales by history, without quantizing."""
@@ -290,14 +368,17 @@ class Projection(CachesWeight):
             return None
         return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=inp.device)
 
-    def _saves_input(self, plan: Any) -> bool:
-        if not self.save_original_input:
-            return False
+    def _check_saving(self, plan: Plan) -> None:
         if plan.delayed[0]:
             raise ValueError(
                 f"{self._where()}: save_original_input with delayed scaling: the scale moved on "
                 "by backward; use another recipe, or save_original_input=False"
             )
+
+    def _saves_input(self, plan: Any) -> bool:
+        if not self.save_original_input:
+            return False
+        self._check_saving(plan)
         if not plan.requantizes:
             if not torch.compiler.is_compiling():
                 warnings.warn(
@@ -320,19 +401,20 @@ class Projection(CachesWeight):
         return self._boundary(plan, plan.grad_input, plan.delayed[4], "grad_input", "fp8_grad")
 
     def _boundary(self, plan: Any, quantizer: Any, delayed: bool, slot: str, argument: str) -> Any:
+        self._check_boundary(quantizer, delayed, argument)
+        return self.delayed.quantizer(slot, plan) if delayed else quantizer
+
+    def _check_boundary(self, quantizer: Any, delayed: bool, argument: str) -> None:
         if quantizer is None and not delayed:
             raise ValueError(
                 f"{self._where()}: {argument}=True outside autocast: nothing says how to quantize; "
                 "enter an autocast, or leave it out"
             )
-        if not delayed:
-            return quantizer
-        if torch.compiler.is_compiling():
+        if delayed and torch.compiler.is_compiling():
             raise NotImplementedError(
                 f"{self._where()}: {argument}=True with delayed scaling inside torch.compile: a "
                 "graph cannot return a tensor whose scale is live; use current scaling"
             )
-        return self.delayed.quantizer(slot, plan)
 
     def _defers(self, needs_wgrad: bool) -> bool:
         if not (self.wgrad_store.enabled and needs_wgrad):
@@ -381,6 +463,10 @@ def refuse_unsupported(where: str, **given: Any) -> None:
                 f"{where}: {argument}={value!r}: userbuffers and symmetric memory are not "
                 "supported; leave it at its default"
             )
+
+
+def _quantized(tensor: Any) -> bool:
+    return isinstance(tensor, QuantizedTensorStorage)
 
 
 def _reads_as(a: Any, b: Any) -> bool:

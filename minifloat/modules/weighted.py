@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parameters import default_device, initialise, quantized_parameter, splits
+from ..parameters import (
+    check_parameter_dtype,
+    default_device,
+    initialise,
+    quantized_parameter,
+    splits,
+)
 from .projection import ModeError, Projection
 
 __all__ = ["Weighted"]
@@ -32,6 +38,7 @@ class Weighted(Projection):
         where: str,
     ) -> None:
         self._shard(in_features, out_features, where)
+        check_parameter_dtype(dtype, where)
         column = self.tp_size if self.parallel_mode == "column" else 1
         self.use_bias = bias
         self.apply_bias = bias and not self.return_bias
@@ -75,8 +82,7 @@ class Weighted(Projection):
                     real = torch.empty_like(parameter, device=default_device(None))
                     made = nn.Parameter(real, parameter.requires_grad)
                     self.register_parameter(name, made)
-            if self.delayed.scale_input.is_meta:
-                self.delayed.to_empty(device=default_device(None))
+            self.delayed.materialise(default_device(None))
             weights = self._weights()
             initialise(weights, self._init_method, *self._tracker, self._where())
             with torch.no_grad():

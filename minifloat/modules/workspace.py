@@ -6,18 +6,20 @@ core and comes out of it; nothing here knows a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.linear import Workspace as Copies
 from ..core.linear import weight_operands
 from ..operands import Live
+from ..quantizers import Quantizer
 from ..recipe.plan import Plan
 
-__all__ = ["Cached", "cast_weight", "quantize_weight"]
+__all__ = ["Cached", "Versions", "cast_weight", "quantize_weight"]
 
 
 class Cached(NamedTuple):
@@ -26,6 +28,27 @@ class Cached(NamedTuple):
     copies: Copies
     key: str
     scale: Tensor | None
+
+
+class Versions:
+    """The values that parameters have now: equal until one of them is written or replaced.
+
+    An address that was freed comes back with other values; the storage that had it does not, as
+    long as a weak reference to it is held here.
+    """
+
+    def __init__(self, owners: Sequence[Tensor] = ()) -> None:
+        self._held = [StorageWeakRef(w.untyped_storage()) for w in owners]  # type: ignore[no-untyped-call]
+        self._seen = [(w.data_ptr(), w._version) for w in owners]
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Versions) and self._seen == other._seen
+        return same and self._held == other._held  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Versions, ()  # the parameters of a copy are others
 
 
 def cast_weight(
@@ -41,8 +64,8 @@ def cast_weight(
     """(what to multiply, the new workspace or None); `cast` makes the copies.
 
     A miss casts and returns the workspace twice. A hit is `cached`, cast again in place if
-    `update`, and None. A workspace of other casts, or without a column copy that is wanted now, is
-    a miss.
+    `update`, and None. A workspace of other casts, without a column copy that is wanted now, or of
+    inference mode outside of it, is a miss.
     """
     hit = cached is not None and _fits(cached, plan, col)
     if hit and not update:
@@ -70,7 +93,11 @@ def _refill(kept: Tensor, new: Tensor) -> None:
 
 
 def _fits(cached: Cached, plan: Plan, col: bool) -> bool:
-    return cached.key == plan.weight_key and not (col and cached.copies[1][0] is None)
+    if cached.key != plan.weight_key or (col and cached.copies[1][0] is None):
+        return False
+    data = cached.copies[0][0]
+    usable = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    return usable or data is None or not data.is_inference()
 
 
 def _flat(cached: Cached) -> tuple[Tensor | None, ...]:
@@ -91,14 +118,22 @@ def quantize_weight(
     """(weight for a GEMM, new workspace or None), on quantized tensors.
 
     A quantized `tensor` is returned as it is. A `workspace` that has the copies `quantizer` asks
-    for is a hit: it is quantized again in place if `update_workspace` (and `skip_update_flag` is
-    not 1.0) and returned with None. Else `tensor` is quantized, and is the new workspace if
-    `cache`.
+    for, cast as it casts, is a hit: it is quantized again in place if `update_workspace` (and
+    `skip_update_flag` is not 1.0) and returned with None. Else `tensor` is quantized, and is the
+    new workspace if `cache`.
     """
     from ..tensors import QuantizedTensorStorage
 
     if fsdp_group is not None:
         raise NotImplementedError("fsdp_group: FSDP1 is not supported; use FSDP2 (fully_shard)")
+    named = quantizer is None or torch.compiler.is_compiling()  # 2.11 traces no `isinstance` of it
+    if not named and not isinstance(quantizer, Quantizer):
+        raise TypeError(f"quantizer: got {type(quantizer).__name__}; a Quantizer is needed")
+    if workspace is not None and not isinstance(workspace, QuantizedTensorStorage):
+        raise TypeError(
+            f"workspace: got {type(workspace).__name__}; what quantize_weight(cache=True) returned "
+            "is needed"
+        )
     if isinstance(tensor, QuantizedTensorStorage):
         if quantizer is not None:
             tensor.update_usage(
@@ -125,5 +160,9 @@ def quantize_weight(
 
 
 def _has(workspace: Any, quantizer: Any) -> bool:
+    try:
+        quantizer._check_destination(workspace)
+    except ValueError:  # of another format
+        return False
     usages = workspace.get_usages()
     return all(usages[k] or not v for k, v in quantizer.get_usages().items())

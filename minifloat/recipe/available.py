@@ -27,10 +27,12 @@ __all__ = [
     "get_align_size_for_quantization",
     "get_default_fp8_recipe",
     "get_default_recipe",
+    "get_device_compute_capability",
     "get_fp4_te_dtype",
     "get_fp8_max",
     "get_fp8_te_dtype",
     "get_fp8_torch_dtype",
+    "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
@@ -102,6 +104,24 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[
     """Whether the current device multiplies FP8 blocks natively; with the reason why not."""
     checked = check_fp8_block_scaling_support()
     return checked if return_reason else checked[0]
+
+
+@overload
+def is_bf16_available(return_reason: Literal[False] = False) -> bool: ...
+@overload
+def is_bf16_available(return_reason: Literal[True]) -> tuple[bool, str]: ...
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether the current device multiplies bf16 (a CPU does, too); with the reason why not."""
+    capability = get_device_compute_capability()
+    found = capability == (0, 0) or capability >= (8, 0)
+    reason = "" if found else f"sm_{capability[0]}{capability[1]} has no bf16; sm_80 or later has"
+    return (found, reason) if return_reason else found
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """(major, minor) of the current CUDA device; (0, 0), less than any, where there is none."""
+    capability = env.capability("cuda") if torch.cuda.is_available() else None
+    return divmod(capability or 0, 10)
 
 
 def check_fp8_support() -> tuple[bool, str]:

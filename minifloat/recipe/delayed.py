@@ -156,7 +156,14 @@ class DelayedState(nn.Module):
         for name, buffer in self.named_buffers():
             if buffer.dtype != torch.float32:  # module.bfloat16() means the parameters
                 setattr(self, name, before[name].to(buffer.device))
+        if before["scale_input"].is_meta and not self.scale_input.is_meta:
+            self.reset()  # what had no values has those of the start, whatever the memory holds
         return self
+
+    def materialise(self, device: torch.device) -> None:
+        """Be on `device` if this was on the meta device so far."""
+        if self.scale_input.is_meta and device.type != "meta":
+            self.to_empty(device=device)
 
 
 def _fits(value: Tensor, buffer: Tensor, name: str) -> bool:

@@ -249,6 +249,19 @@ def test_meta_parameters_are_made_by_reset(kind: str, primary: bool) -> None:
 
 
 @both
+@pytest.mark.parametrize("way", ["assign", "to_empty"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_checkpoint_brings_a_module_from_the_meta_device(kind: str, way: str, steps: int) -> None:
+    """Delayed scaling's state too, whether it is in the checkpoint or not."""
+    reference = used(kind, steps)
+    made = layer(kind, device="meta")
+    if way == "to_empty":
+        made.to_empty(device="cpu")
+    made.load_state_dict(copy.deepcopy(reference.state_dict()), assign=way == "assign")
+    equal(step(made, steps), step(reference, steps))
+
+
+@both
 def test_to_empty_and_reset_start_anew(kind: str) -> None:
     made = used(kind).to_empty(device="cpu")
     torch.manual_seed(1)

@@ -4,6 +4,7 @@ nothing is changed by it."""
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,6 +103,24 @@ def test_a_size_that_is_none(argument: str, size: Any) -> None:
         minifloat.Linear(**sizes, name="fc")
 
 
+@pytest.mark.parametrize("size", [0, -1, "2", 2.0])
+def test_a_number_of_ranks_that_is_none(size: Any) -> None:
+    with pytest.raises(ValueError, match=says("tp_size", repr(size), "an int >= 1")):
+        layer(tp_size=size)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "bf16"])
+def test_a_dtype_that_parameters_cannot_have(dtype: Any) -> None:
+    with pytest.raises(TypeError, match=says("params_dtype", "torch.bfloat16")):
+        layer(params_dtype=dtype)
+
+
+@pytest.mark.parametrize("argument", ["init_method", "get_rng_state_tracker"])
+def test_a_function_that_is_none(argument: str) -> None:
+    with pytest.raises(TypeError, match=says(argument, "'zeros'", "a function is needed")):
+        layer(**{argument: "zeros"})
+
+
 @pytest.mark.parametrize("mode", [None, "column", "row"])
 def test_ranks_without_a_group(mode: Any) -> None:
     made = layer(tp_size=2, parallel_mode=mode)
@@ -125,6 +144,24 @@ def test_a_main_grad_of_another_shape(shape: tuple[int, ...]) -> None:
         made(torch.randn(4, 32))
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "word"),
+    [
+        (torch.zeros(48, 32, dtype=torch.int32), TypeError, "torch.int32"),
+        ("yes", TypeError, "str"),
+        (torch.zeros(48, 32, device="meta"), RuntimeError, "on meta"),
+    ],
+)
+def test_a_main_grad_that_is_none(given: Any, error: Any, word: str) -> None:
+    made = layer(fuse_wgrad_accumulation=True)
+    made.weight.main_grad = given
+    made.weight.grad_added_to_main_grad = False
+    pattern = says("fuse_wgrad_accumulation", "main_grad", word)
+    with refused(error, pattern, made), minifloat.autocast(recipe=DELAYED):
+        made(torch.randn(4, 32))
+    assert made.weight.grad_added_to_main_grad is False
+
+
 def test_a_dtype_that_no_recipe_quantizes() -> None:
     made, x = layer(params_dtype=torch.float64), torch.randn(4, 32, dtype=torch.float64)
     assert made(x).dtype is torch.float64
@@ -146,6 +183,29 @@ def test_a_second_derivative(recipe: Any) -> None:
         (y.sum() + dx.square().sum()).backward()
 
 
+@pytest.mark.parametrize("recipe", [None, MX], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("first", [None, True])
+def test_a_retained_graph_whose_weight_changed(recipe: Any, first: bool | None) -> None:
+    """PyTorch's error, not a gradient by the new weight."""
+    made = layer()
+    x = torch.randn(4, 32).requires_grad_()
+    with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
+        y = made(x, is_first_microbatch=first)
+    y.sum().backward(retain_graph=True)
+    kept = x.grad
+    assert kept is not None
+    x.grad = None
+    y.sum().backward(retain_graph=True)
+    assert x.grad is not None and torch.equal(x.grad, kept)
+    with torch.no_grad():
+        made.weight.mul_(2)
+    if recipe is not None and first:
+        with minifloat.autocast(recipe=recipe):
+            made(x, is_first_microbatch=True)  # writes what was cast anew
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 SPLITS: list[tuple[Any, type[Exception], tuple[str, ...], dict[str, Any]]] = [
     ((), ValueError, ("empty", "name at least one"), {}),
     ([], ValueError, ("empty", "name at least one"), {}),
@@ -153,6 +213,11 @@ SPLITS: list[tuple[Any, type[Exception], tuple[str, ...], dict[str, Any]]] = [
     (3, TypeError, ("int", "list of names or a dict"), {}),
     ("qkv", TypeError, ("str", "list of names or a dict"), {}),
     (("a", "b", "c", "d", "e"), ValueError, ("5 parameters", "divide", "out_features=48"), {}),
+    ({"a": 56, "b": -8}, ValueError, ("'b': -8", "an int >= 0"), {}),
+    ({"a": 24.0, "b": 24.0}, ValueError, ("'a': 24.0", "an int >= 0"), {}),
+    (("a", "b", "a"), ValueError, ("'a' twice", "name each once"), {}),
+    ({"a": 24, "a_": 24}, ValueError, ("'a_' is a second 'a_'", "name each once"), {}),
+    ((1, 2), ValueError, ("got 1", "a name"), {}),
     ({"a": 20, "b": 20}, ValueError, ("sum to 40", "out_features is 48"), {}),
     (
         {"a": 45, "b": 3},
@@ -308,19 +373,19 @@ def test_sequence_parallelism_needs_more_than_one_rank() -> None:
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_accumulation_without_a_main_grad(name: str) -> None:
     module = layer(fuse_wgrad_accumulation=True)
-    with (
-        pytest.raises(RuntimeError, match=says("fuse_wgrad_accumulation", "main_grad", "set it")),
-        minifloat.autocast(recipe=RECIPES[name]()),
-    ):
-        module(torch.ones(4, 32))
+    pattern = says("fuse_wgrad_accumulation", "main_grad", "set it")
+    for first in (None, True):
+        with (
+            refused(RuntimeError, pattern, module),
+            minifloat.autocast(recipe=RECIPES[name]()),
+        ):
+            module(torch.ones(4, 32), is_first_microbatch=first)
 
 
 def test_save_original_input_with_delayed_scaling() -> None:
     module = layer(save_original_input=True)
-    with (
-        pytest.raises(ValueError, match=says("save_original_input", "delayed", "another recipe")),
-        minifloat.autocast(recipe=DELAYED),
-    ):
+    pattern = says("save_original_input", "delayed", "another recipe")
+    with refused(ValueError, pattern, module), minifloat.autocast(recipe=DELAYED):
         module(torch.ones(4, 32))
 
 
@@ -339,6 +404,38 @@ def test_save_original_input_with_a_quantizer_that_cannot_run_twice() -> None:
     ):
         y = module(torch.ones(4, 32))
     y.sum().backward()
+
+
+@pytest.mark.parametrize("first", [0, 1, "yes", torch.tensor(True)])
+def test_a_first_microbatch_that_is_no_bool(first: Any) -> None:
+    """1 == True, and yet it would be added to main_grad."""
+    module = layer()
+    pattern = says("is_first_microbatch", "True, False or None")
+    with refused(TypeError, pattern, module), minifloat.autocast(recipe=DELAYED):
+        module(torch.ones(4, 32), is_first_microbatch=first)
+
+
+@pytest.mark.parametrize("recipe", [MX, DELAYED], ids=["mxfp8", "delayed"])
+def test_a_weight_of_another_recipe(recipe: Any) -> None:
+    with minifloat.quantized_model_init(recipe=recipes.Float8BlockScaling()):
+        module = layer()
+    pattern = f"Recipe mismatch for '{WHERE}'.*use the recipe of quantized_model_init"
+    with refused(RuntimeError, pattern, module), minifloat.autocast(recipe=recipe):
+        module(torch.ones(4, 32))
+
+
+@pytest.mark.parametrize("row", [True, False])
+def test_a_quantized_input_without_a_copy(row: bool) -> None:
+    module, x = layer(), torch.randn(4, 32)
+    kind = minifloat.DType.kFloat8E4M3
+    missing = "columnwise" if row else "rowwise"
+    pattern = says("inp", f"the {missing} copy is absent", f"{missing}=True")
+    inp = MXFP8Quantizer(kind, rowwise=row, columnwise=not row)(x)
+    with refused(RuntimeError, pattern, module), minifloat.autocast(recipe=MX):
+        module(inp)
+    if not row:
+        with refused(RuntimeError, pattern, module), minifloat.autocast(recipe=DELAYED):
+            module(inp)
 
 
 @pytest.mark.parametrize("argument", ["fp8_output", "fp8_grad"])
@@ -449,6 +546,18 @@ def test_quantize_weight() -> None:
     assert new is None and torch.equal(made.dequantize(), kept.dequantize())
     same_tensor, new = minifloat.quantize_weight(tensor=made, quantizer=quantizer)
     assert same_tensor is made and new is None
+    wider = MXFP8Quantizer(minifloat.DType.kFloat8E5M2)
+    current = minifloat.Float8CurrentScalingQuantizer(minifloat.DType.kFloat8E4M3, "cpu")
+    for other in (wider, current):  # a workspace of another format is a miss
+        found, new = minifloat.quantize_weight(
+            tensor=weight, quantizer=other, workspace=made, cache=True
+        )
+        assert found is new and found._fp8_dtype == other.dtype
+        assert torch.equal(found.dequantize(), other(weight).dequantize())
+    with pytest.raises(TypeError, match="quantizer: got str; a Quantizer"):
+        minifloat.quantize_weight(tensor=weight, quantizer="mxfp8")
+    with pytest.raises(TypeError, match="workspace: got Tensor"):
+        minifloat.quantize_weight(tensor=weight, quantizer=quantizer, workspace=weight)
 
 
 # ------------------------------------------------------------------------------ first microbatch
@@ -481,7 +590,7 @@ def test_a_cached_weight_without_a_column_copy_is_cast_again() -> None:
     assert x.grad is not None and z.grad is not None and torch.equal(x.grad, z.grad)
 
 
-CHANGES = ("in_place", "load", "assign", "to", "replace", "data")
+CHANGES = ("in_place", "load", "assign", "to", "replace", "data", "address")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -501,6 +610,9 @@ def test_cache_weights_sees_every_change_of_the_weight(change: str, name: str) -
                 module.weight.copy_(value)
         elif change == "data":
             module.weight.data = value.clone()
+        elif change == "address":  # of the old values, which the second allocation gets again
+            module.weight.data = value.clone()
+            module.weight.data = value.clone()
         elif change == "replace":
             module.weight = nn.Parameter(value.clone())
         elif change == "to":
@@ -512,6 +624,47 @@ def test_cache_weights_sees_every_change_of_the_weight(change: str, name: str) -
         other.load_state_dict({"weight": value, "bias": module.bias.detach().clone()})
         with torch.no_grad(), minifloat.autocast(recipe=recipe):
             assert torch.equal(module(x), other(x))
+
+
+def test_a_copy_of_a_module_casts_its_own_weight() -> None:
+    with minifloat.autocast(recipe=MX):
+        module = layer(cache_weights=True)
+        x = torch.randn(4, 32)
+        y = module(x)
+        made = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        for other in made:
+            assert torch.equal(other(x), y)
+            with torch.no_grad():
+                other.weight.mul_(2)
+            assert not torch.equal(other(x), y)
+        assert torch.equal(module(x), y)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("split", [None, ("a", "b")])
+def test_a_weight_that_inference_mode_cast_trains(cache: bool, split: Any) -> None:
+    with minifloat.autocast(recipe=MX):
+        module, other = (layer(cache_weights=cache, parameters_split=split) for _ in range(2))
+        x = torch.randn(4, 32, requires_grad=True)
+        with torch.inference_mode():
+            y = module(x, is_first_microbatch=True)
+        for first in (False, True, None):
+            z = module(x, is_first_microbatch=first)
+            assert torch.equal(z, y)
+            z.sum().backward()
+            other(x).sum().backward()
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+
+
+def test_cache_weights_of_a_module_of_inference_mode() -> None:
+    """Its parameters count no writes, so that every call casts."""
+    with torch.inference_mode(), minifloat.autocast(recipe=MX):
+        module, other, x = layer(cache_weights=True), layer(), torch.randn(4, 32)
+        for _ in range(2):
+            assert torch.equal(module(x), other(x))
+            module.weight.mul_(2)
+            other.weight.mul_(2)
 
 
 def test_cache_weights_sees_a_change_of_a_part() -> None:

@@ -172,6 +172,14 @@ def check_microbatches(name: str, rank: int) -> None:
         assert torch.equal(a, b)
 
 
+def check_cache_weights(reshard: bool, rank: int) -> None:
+    """A gathered weight is written without being counted: no cast of it outlives a forward."""
+    recipe = recipes.MXFP8BlockScaling()
+    cached = partial(minifloat.Linear, cache_weights=True)
+    net = shard(model(recipe, linear=cached), reshard_after_forward=reshard)
+    assert train(net, recipe) == train(model(recipe), recipe)
+
+
 def check_memory(primary: bool, rank: int) -> None:
     """Between forward and backward no layer holds a gathered weight."""
     recipe = recipes.Float8CurrentScaling()
@@ -244,6 +252,8 @@ CHECKS: world.Checks = {
         if not (p and name == "delayed")
     },
     **{f"microbatches_{name}": partial(check_microbatches, name) for name in ("current", "mxfp8")},
+    "cache_weights": partial(check_cache_weights, True),
+    "cache_weights_unsharded_after_forward": partial(check_cache_weights, False),
     "memory": partial(check_memory, False),
     "memory_primary": partial(check_memory, True),
     **{f"checkpoint_{name}": partial(check_checkpoint, name, False) for name in RECIPES},
@@ -251,7 +261,7 @@ CHECKS: world.Checks = {
 }
 QUICK_NAMES = {
     "training_delayed", "training_block_compiled", "primary_current", "own_data_delayed",
-    "checkpoint_delayed",
+    "checkpoint_delayed", "cache_weights_unsharded_after_forward",
 }  # fmt: skip
 QUICK = {name: CHECKS[name] for name in CHECKS if name in QUICK_NAMES}
 DEEP = {name: CHECKS[name] for name in CHECKS if name not in QUICK_NAMES}

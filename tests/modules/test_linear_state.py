@@ -315,6 +315,17 @@ def test_to_empty_and_reset_start_anew() -> None:
     step(ours, 0)
 
 
+@pytest.mark.parametrize("way", ["assign", "to_empty"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_checkpoint_brings_a_layer_from_the_meta_device(way: str, steps: int) -> None:
+    """Delayed scaling's state too, whether it is in the checkpoint or not."""
+    reference, ours = used(steps), layer(device="meta")
+    if way == "to_empty":
+        ours.to_empty(device="cpu")
+    ours.load_state_dict(copy.deepcopy(reference.state_dict()), assign=way == "assign")
+    equal(step(ours, steps), step(reference, steps))
+
+
 # -------------------------------------------------------------- Transformer Engine's extra state
 MODULE = "transformer_engine.common.recipe"
 

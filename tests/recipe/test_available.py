@@ -24,10 +24,12 @@ from minifloat.recipe import (
     get_align_size_for_quantization,
     get_default_fp8_recipe,
     get_default_recipe,
+    get_device_compute_capability,
     get_fp4_te_dtype,
     get_fp8_max,
     get_fp8_te_dtype,
     get_fp8_torch_dtype,
+    is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
@@ -148,3 +150,26 @@ def test_fp4_dtype() -> None:
     assert get_fp4_te_dtype(NVFP4BlockScaling()) is DType.kFloat4E2M1
     with pytest.raises(ValueError, match="has no FP4 format"):
         get_fp4_te_dtype(DelayedScaling())
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected", "bf16"),
+    [
+        (None, (0, 0), True),
+        (75, (7, 5), False),
+        (80, (8, 0), True),
+        (90, (9, 0), True),
+        (103, (10, 3), True),
+        (120, (12, 0), True),
+    ],
+)
+def test_capability_and_bf16(
+    device: Device, capability: int | None, expected: tuple[int, int], bf16: bool
+) -> None:
+    device(capability)
+    assert get_device_compute_capability() == expected
+    assert is_bf16_available() is bf16
+    answer, reason = is_bf16_available(return_reason=True)
+    assert answer is bf16 and bool(reason) is not bf16
+    if not bf16:
+        assert "sm_75" in reason and "sm_80" in reason

@@ -100,8 +100,7 @@ class BasicLinear(QuantizedOperation):
         if self.weight.is_meta:
             real = torch.empty_like(self.weight, device=default_device(None))
             self.weight = nn.Parameter(real, self.weight.requires_grad)
-            if self.delayed.scale_input.is_meta:
-                self.delayed.to_empty(device=default_device(None))
+            self.delayed.materialise(default_device(None))
         tracker = self._rng_state_tracker_function
         if tracker is None:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5.0))
