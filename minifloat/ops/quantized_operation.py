@@ -50,7 +50,9 @@ class QuantizedOperation(BasicOperation, Module):
         """Roles of the quantizers of a mode; with `num_quantizers`, of a linear layer's slots."""
         mode = mode or ("forward" if fwd else "backward")
         kinds = SLOTS[mode][: self._slot_counts[mode]]
-        roles: list[QuantizerRole | None] = [QuantizerRole("linear", kind, "") for kind in kinds]
+        roles: list[QuantizerRole | None] = [
+            QuantizerRole(self.module_type, kind, self.name or "") for kind in kinds
+        ]
         missing = (num_quantizers or len(roles)) - len(roles)
         return [*roles, *[None for _ in range(missing)]]
 
