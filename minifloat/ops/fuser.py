@@ -77,6 +77,12 @@ class OperationFuser:
             op for op in self._basic_ops if type(op).pre_first_fuser_forward is not default
         ]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy fuses anew: of fusions, which are functions, nothing can be pickled."""
+        return {
+            **self.__dict__, "_key": None, "_made": None, "_forward_ops": [], "_backward_ops": []
+        }  # fmt: skip
+
     @property
     def num_extra_inputs(self) -> int:
         """Those that the caller gives: extra inputs that no channel feeds."""
