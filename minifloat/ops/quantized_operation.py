@@ -33,7 +33,6 @@ class QuantizedOperation(BasicOperation, Module):
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__(device=device)
         self._has_own_roles = False
-        self._recipe: Recipe | None = None
         self._quantizers: dict[str, list[Any]] = {}
 
     # ---------------------------------------------------------------------------------- quantizers
@@ -57,7 +56,7 @@ class QuantizedOperation(BasicOperation, Module):
         return [*roles, *[None for _ in range(missing)]]
 
     def get_quantizer(self, mode: str, index: int) -> Any:
-        super().get_quantizer(mode, index)
+        self._check_quantizer(mode, index)
         if self._recipe is None:
             return None
         if mode not in self._quantizers:
@@ -83,8 +82,8 @@ class QuantizedOperation(BasicOperation, Module):
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         if recipe is None or self._recipe is None or recipe != self._recipe:
-            self._recipe = recipe
             self._quantizers = {}
+        self._recipe = recipe
 
     def _save_fp8_metas(self) -> dict[str, Tensor] | None:
         if not self.delayed.used:

@@ -11,6 +11,9 @@ import torch
 import minifloat
 from minifloat import ops
 from minifloat.ops import OperationFuser
+from minifloat.recipe import RecipeState
+
+from .cases import RECIPES
 
 
 def residual(width: int = 8) -> ops.Sequential:
@@ -407,3 +410,72 @@ def test_in_place_keeps_the_dtype_of_what_it_may_write_to() -> None:
         compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x, extra.clone()), expected)
         assert torch.equal(op(x, extra), expected)
+
+
+class Rounds(ops.BasicOperation):
+    """A user's operation with quantizers of its own."""
+
+    def num_quantizers(self, mode: str) -> int:
+        return 1
+
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self._rounded(input_, self.get_quantizer("forward", 0)), ()
+
+    def op_forward_save_ctx(
+        self, ctx: Any, input_: Any, tensors_to_save: Any, **kwargs: Any
+    ) -> None:
+        ctx.quantizer = self.get_quantizer("backward", 0)
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> tuple[Any, Any]:
+        return self._rounded(grad_output, ctx.quantizer), ()
+
+    def _rounded(self, x: Any, quantizer: Any) -> Any:
+        return x if quantizer is None else quantizer.quantize(x).dequantize()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_users_operation_has_the_quantizers_of_the_recipe(compiled: bool) -> None:
+    op = Rounds()
+    model = ops.Sequential(ops.ConstantScale(2.0), op)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for name in ("current",) if compiled else ("current", "block", "mxfp8"):
+        state = [
+            RecipeState.create(RECIPES[name], mode=mode, device="cpu").make_quantizers()[0]
+            for mode in ("forward", "backward")
+        ]
+        for alone in (False, True):
+            if alone:  # outside of autocast, and so by another fuser without a recipe
+                x = torch.randn(8, 32)
+                assert torch.equal(op(x), x) and op.get_quantizer("forward", 0) is None
+            x, g = torch.randn(8, 32, requires_grad=True), torch.randn(8, 32)
+            with minifloat.autocast(recipe=RECIPES[name]):
+                y = call(x)
+            y.backward(g)
+            assert x.grad is not None
+            assert torch.equal(y, state[0].quantize(2 * x.detach()).dequantize())
+            assert torch.equal(x.grad, 2 * state[1].quantize(g).dequantize())
+            if not compiled:
+                assert type(op.get_quantizer("forward", 0)) is type(state[0])
+
+
+def test_a_users_operation_keeps_no_history() -> None:
+    raises = pytest.raises(NotImplementedError, match="Rounds: quantizer 0 of forward scales by")
+    with minifloat.autocast(recipe=RECIPES["delayed"]), raises:
+        Rounds()(torch.randn(8, 32))
+
+
+def test_a_users_roles_reach_the_factory() -> None:
+    seen: list[Any] = []
+
+    def factory(role: Any) -> Any:
+        seen.append(role)
+        return minifloat.IdentityQuantizer()
+
+    class Named(Rounds):
+        def get_quantizer_roles(self, mode: str) -> list[Any]:
+            return [minifloat.QuantizerRole("mine", mode, "r")]
+
+    recipe = minifloat.recipe.CustomRecipe(qfactory=factory)
+    with minifloat.autocast(recipe=recipe):
+        Named()(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    assert seen == [minifloat.QuantizerRole("mine", mode, "r") for mode in ("forward", "backward")]
