@@ -85,6 +85,11 @@ class BasicOperation(FusibleOperation):
                 "or make another operation"
             )
 
+    def _differentiates(self, slot: int, extra_input: Tensor) -> bool:
+        """Whether somebody may want the gradient of an extra input. What a channel brings was made
+        in this very forward, where autograd marks nothing."""
+        return self._extra_input_channels[slot] is not None or extra_input.requires_grad
+
     @property
     def _writes_extra_inputs(self) -> bool:
         """Whether forward may write to the memory of its extra inputs."""

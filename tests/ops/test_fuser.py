@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -431,6 +432,56 @@ class Rounds(ops.BasicOperation):
 
     def _rounded(self, x: Any, quantizer: Any) -> Any:
         return x if quantizer is None else quantizer.quantize(x).dequantize()
+
+
+class Router(ops.BasicOperation):
+    """`y = x`, and `sigmoid(x w)` of each row besides."""
+
+    num_extra_outputs = 1
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(width))
+
+    def fuser_forward_compute(self, input_: Any, **fwd_kwargs: Any) -> tuple[Any, Any, Any]:
+        probs = torch.sigmoid(input_ @ self.weight)
+        return input_, [(probs,)], (input_, probs)
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
+    ) -> None:
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        x, probs = basic_op_ctxs[0].saved_tensors
+        d = basic_op_grad_extra_outputs[0][0] * probs * (1 - probs)
+        return grad_output + d[:, None] * self.weight, [(d @ x,)], [()]
+
+
+def scaled_bias() -> Any:
+    op = ops.GroupedLinear(2, 8, 8, device="cpu", scale_bias=True)
+    for b in op._biases():
+        torch.nn.init.normal_(b)
+    return op
+
+
+@pytest.mark.parametrize("make", [ops.ScaledSwiGLU, ops.ScaledSReLU, scaled_bias])
+def test_scales_that_come_by_a_channel_have_a_gradient(make: Any) -> None:
+    torch.manual_seed(0)
+    router, op = Router(8), make()
+    x, sizes = torch.randn(6, 8), (torch.tensor([2, 4]),) if make is scaled_bias else ()
+    given, weight = x.clone().requires_grad_(), router.weight.detach().clone().requires_grad_()
+    op(given, *sizes, torch.sigmoid(given @ weight)).square().sum().backward()
+    op = copy.deepcopy(op)
+    op._captured = None
+    op.set_extra_input_channel(len(sizes), "probs")
+    router.set_extra_output_channel(0, "probs", output_to_caller=False)
+    x.requires_grad_()
+    ops.Sequential(router, op)(x, *sizes).square().sum().backward()
+    torch.testing.assert_close(x.grad, given.grad)
+    torch.testing.assert_close(router.weight.grad, weight.grad)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
