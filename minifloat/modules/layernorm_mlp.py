@@ -143,6 +143,7 @@ class LayerNormMLP(Module, Normed):
         last = first if output_layer_init_method is None else output_layer_init_method
         self._init_methods = (first, last)
         self._tracker = get_rng_state_tracker
+        self._wgrad_hooks: list[Callable[[], Any]] = []
         self._make_norm(
             hidden_size, eps, normalization, zero_centered_gamma, self.sequence_parallel, dtype,
             device, where,
@@ -369,13 +370,19 @@ class LayerNormMLP(Module, Normed):
 
     def backward_dw(self) -> None:
         """Compute the weights' gradients that the oldest backward left: fc2's, then fc1's."""
-        if self.need_backward_dw():
-            for part, of in reversed(self._parts()):
+        if not self.need_backward_dw():
+            return
+        # A frozen weight leaves none; where neither does, fc2 says that there was no backward.
+        left = [part for part, of in self._parts() if of.wgrad_store.queue] or ["fc2"]
+        for part, of in reversed(self._parts()):
+            if part in left:
                 of._backward_dw([getattr(self, f"{part}_weight")], [of.out_features])
+        for hook in self._wgrad_hooks:
+            hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """`hook()` runs after each `backward_dw`."""
-        self.fc1.wgrad_store.hooks.append(hook)
+        self._wgrad_hooks.append(hook)
 
 
 def _activation(name: str, params: dict[str, Any] | None, where: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..recipe.autocast import STATE
 from .context import OperationContext
 from .fusible import FusibleOperation
 from .results import results
@@ -44,6 +45,7 @@ class BasicOperation(FusibleOperation):
         self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
         self._extra_outputs_to_caller: list[bool] = [True] * self.num_extra_outputs
         self._captured: str | None = None
+        self._recipe: Any = None  # of the fuser that ran it last
 
     @property
     def is_fused_op(self) -> bool:
@@ -82,6 +84,11 @@ class BasicOperation(FusibleOperation):
                 f"captured the operation as {self._captured}; set channels before the first call, "
                 "or make another operation"
             )
+
+    def _differentiates(self, slot: int, extra_input: Tensor) -> bool:
+        """Whether somebody may want the gradient of an extra input. What a channel brings was made
+        in this very forward, where autograd marks nothing."""
+        return self._extra_input_channels[slot] is not None or extra_input.requires_grad
 
     @property
     def _writes_extra_inputs(self) -> bool:
@@ -136,16 +143,41 @@ class BasicOperation(FusibleOperation):
         return None
 
     def get_quantizer(self, mode: str, index: int) -> Any:
-        """Quantizer `index` of a mode; None while nothing is quantized."""
+        """Quantizer `index` of a mode, by the recipe in force; None where there is none.
+
+        It is a value that makes both copies: `copy()` it to change it. What backward needs of it,
+        forward puts on the context.
+        """
+        self._check_quantizer(mode, index)
+        # A graph reads the recipe that it is traced in: what eager calls left would be a guard.
+        recipe = STATE.recipe if torch.compiler.is_compiling() else self._recipe
+        if recipe is None:
+            return None
+        roles = self.get_quantizer_roles(mode)
+        if roles is None:
+            keys = tuple([("", "", "") for _ in range(self.num_quantizers(mode))])
+        else:
+            keys = tuple([r and (r.module_type, r.tensor_type, r.name) for r in roles])
+        forward = mode == "forward"
+        made = recipe.quantizers(keys if forward else (), () if forward else keys)
+        found = made[0 if forward else 1][index]
+        if found is None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: quantizer {index} of {mode} scales by history, which only "
+                "linear operations and Quantize keep; use a recipe without delayed scaling"
+            )
+        return found
+
+    def _check_quantizer(self, mode: str, index: int) -> None:
         count = self.num_quantizers(mode)
         if not 0 <= index < count:
             raise IndexError(
                 f"{type(self).__name__}: index: got {index}; it has {count} quantizers in {mode}"
             )
-        return None
 
     def reset_recipe_state(self, *, recipe: Any) -> None:
         """Quantize by `recipe` from now on; None: not at all."""
+        self._recipe = recipe
 
     def _save_fp8_metas(self) -> dict[str, Tensor] | None:
         """Copies of delayed scaling's tensors, for `_load_fp8_metas`; None: it has none."""

@@ -77,6 +77,12 @@ class OperationFuser:
             op for op in self._basic_ops if type(op).pre_first_fuser_forward is not default
         ]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy fuses anew: of fusions, which are functions, nothing can be pickled."""
+        return {
+            **self.__dict__, "_key": None, "_made": None, "_forward_ops": [], "_backward_ops": []
+        }  # fmt: skip
+
     @property
     def num_extra_inputs(self) -> int:
         """Those that the caller gives: extra inputs that no channel feeds."""
@@ -207,9 +213,10 @@ class OperationFuser:
 
     def _prepare(self, recipe: Any, start: int, stop: int, requires_grad: bool) -> None:
         ops = self._basic_ops[start:stop]
-        if not torch.compiler.is_compiling() and (self._key is None or self._key[0] is not recipe):
+        if not torch.compiler.is_compiling():
             for op in ops:
-                op.reset_recipe_state(recipe=recipe)
+                if op._recipe is not recipe:  # another fuser may have run it since
+                    op.reset_recipe_state(recipe=recipe)
         if self._first_hooks:
             for op in self._first_hooks:
                 op.pre_first_fuser_forward()

@@ -36,6 +36,7 @@ class FusibleOperation(nn.Module):
 
     _framework: ClassVar[bool] = True  # its forwards are defaults, not a choice of style
     _use_split_forward: ClassVar[bool] = False
+    _computes_as: ClassVar[type[Any]] = nn.Module  # whose forward or backward it has
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -17,10 +17,10 @@ __all__ = ["Linear"]
 
 
 class Linear(FusedOperation):
-    """`y = x w^T + bias`: `BasicLinear`, `Bias` if there is one, and row mode's reduction.
+    """`y = x w^T + bias`: `BasicLinear`, row mode's reduction, and `Bias` if there is one.
 
-    In row mode each rank adds a bias of its own before the sum. Its parameters are those of its
-    parts, under their names: `basic_ops.0.weight`.
+    In row mode the ranks have one bias, all of it, and add it to the sum, once. Parameters are
+    those of the parts, under their names: `basic_ops.0.weight`.
     """
 
     def __init__(  # noqa: PLR0913  (the contract's signature)
@@ -67,19 +67,21 @@ class Linear(FusedOperation):
                 **parallel,
             )
         ]
+        if row:
+            last = ReduceScatter if sequence_parallel else AllReduce
+            parts.append(last(tensor_parallel_group))
         if bias:
-            split = tensor_parallel_mode is not None and group is not None
+            split = tensor_parallel_mode == "column" and group is not None
             parts.append(
                 Bias(
-                    out_features * size if row else out_features,
+                    out_features,
                     tensor_parallel=split,
                     tensor_parallel_group=tensor_parallel_group,
                     **common,
                 )
             )
-        if row:
-            last = ReduceScatter if sequence_parallel else AllReduce
-            parts.append(last(tensor_parallel_group))
+            if row:  # of a rank's tokens is its gradient then
+                parts[-1].bias.sequence_parallel = sequence_parallel
         super().__init__(parts)
         self._has_bias = bias
         self.in_features, self.out_features = in_features, out_features
@@ -90,13 +92,13 @@ class Linear(FusedOperation):
 
     @property
     def bias(self) -> Any:
-        return self.basic_ops[1].bias if self._has_bias else None
+        return self.basic_ops[-1].bias if self._has_bias else None
 
     def register_parameter(self, name: str, param: Any) -> None:
         """`weight` and `bias` are set where they live, in the parts."""
         if name == "weight":
             self.basic_ops[0].weight = param
         elif name == "bias" and self._has_bias:
-            self.basic_ops[1].bias = param
+            self.basic_ops[-1].bias = param
         else:
             raise AttributeError(f"Linear: {name}: no parameter of it; pass bias=True for a bias")

@@ -33,7 +33,6 @@ class QuantizedOperation(BasicOperation, Module):
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__(device=device)
         self._has_own_roles = False
-        self._recipe: Recipe | None = None
         self._quantizers: dict[str, list[Any]] = {}
 
     # ---------------------------------------------------------------------------------- quantizers
@@ -50,12 +49,14 @@ class QuantizedOperation(BasicOperation, Module):
         """Roles of the quantizers of a mode; with `num_quantizers`, of a linear layer's slots."""
         mode = mode or ("forward" if fwd else "backward")
         kinds = SLOTS[mode][: self._slot_counts[mode]]
-        roles: list[QuantizerRole | None] = [QuantizerRole("linear", kind, "") for kind in kinds]
+        roles: list[QuantizerRole | None] = [
+            QuantizerRole(self.module_type, kind, self.name or "") for kind in kinds
+        ]
         missing = (num_quantizers or len(roles)) - len(roles)
         return [*roles, *[None for _ in range(missing)]]
 
     def get_quantizer(self, mode: str, index: int) -> Any:
-        super().get_quantizer(mode, index)
+        self._check_quantizer(mode, index)
         if self._recipe is None:
             return None
         if mode not in self._quantizers:
@@ -81,8 +82,8 @@ class QuantizedOperation(BasicOperation, Module):
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         if recipe is None or self._recipe is None or recipe != self._recipe:
-            self._recipe = recipe
             self._quantizers = {}
+        self._recipe = recipe
 
     def _save_fp8_metas(self) -> dict[str, Tensor] | None:
         if not self.delayed.used:

@@ -11,6 +11,8 @@ HALVES = {
     "op": ("op_forward_compute", "op_forward_save_ctx"),
     "fuser": ("fuser_forward_compute", "fuser_forward_save_ctx"),
 }
+FORWARDS = {*LEGACY.values(), *(half for pair in HALVES.values() for half in pair)}
+BACKWARDS = {"op_backward", "fuser_backward"}
 
 
 def settle(cls: type[Any]) -> None:
@@ -18,8 +20,9 @@ def settle(cls: type[Any]) -> None:
 
     The class nearest in the method resolution order that defines a forward decides. One class
     defines one style, and a pair whole; a half may come from a parent that is split itself.
+    `cls._computes_as` is the nearest that defines a forward or a backward.
     """
-    found = [_defined(base) for base in cls.__mro__]
+    found = [_defined(base, FORWARDS) for base in cls.__mro__]
     for base, names in zip(cls.__mro__, found, strict=True):
         _check_one_style(base, names)
     legacy_at = _first(found, set(LEGACY.values()))
@@ -34,14 +37,14 @@ def settle(cls: type[Any]) -> None:
             )
     if min(split_at, legacy_at) < len(found):
         cls._use_split_forward = split_at < legacy_at
+    computing = [base for base in cls.__mro__ if _defined(base, FORWARDS | BACKWARDS)]
+    if computing:
+        cls._computes_as = computing[0]
 
 
-def _defined(base: type[Any]) -> set[str]:
-    """The forwards that a class defines itself; the defaults of the framework are none."""
-    if vars(base).get("_framework", False):
-        return set()
-    names = {*LEGACY.values(), *(half for pair in HALVES.values() for half in pair)}
-    return names & set(vars(base))
+def _defined(base: type[Any], names: set[str]) -> set[str]:
+    """Those of the names that a class defines itself; the defaults of the framework are none."""
+    return set() if vars(base).get("_framework", False) else names & set(vars(base))
 
 
 def _first(found: list[set[str]], names: set[str]) -> int:

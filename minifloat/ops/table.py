@@ -18,7 +18,8 @@ def _fits(ops: list[Any], recipe: Any) -> bool:
 
 class Slot(NamedTuple):
     """One operation of a pattern: of one of `classes` (and no subclass, if `exact`), and such that
-    `when(op, recipe)`. `optional` ones may be missing."""
+    `when(op, recipe)`. `optional` ones may be missing. A subclass with a forward or a backward of
+    its own does not match: what is fused would pass it by."""
 
     classes: tuple[type[Any], ...]
     when: Callable[[Any, Any], bool] = _always
@@ -30,7 +31,7 @@ class Slot(NamedTuple):
             # One by one: `type(op) in classes` compares classes by a method Dynamo does not know.
             same = any([type(op) is c for c in self.classes])  # noqa: C419
         else:
-            same = isinstance(op, self.classes)
+            same = any([_computes(op, c) for c in self.classes])  # noqa: C419
         return same and self.when(op, recipe)
 
 
@@ -44,6 +45,10 @@ class Row(NamedTuple):
     after: Slot | None = None
     quantized: bool = False  # only under a recipe that quantizes backward too
     fits: Callable[[list[Any], Any], bool] = _fits  # of all operations that the pattern found
+
+
+def _computes(op: Any, cls: type[Any]) -> bool:
+    return isinstance(op, cls) and issubclass(cls, op._computes_as)
 
 
 def scan(row: Row, ops: list[Any], recipe: Any) -> list[Any]:

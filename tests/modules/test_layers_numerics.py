@@ -445,6 +445,28 @@ def test_backward_dw_takes_fc2_before_fc1() -> None:
     assert order == ["LayerNormMLP: fc2", "LayerNormMLP: fc1"]
 
 
+@pytest.mark.parametrize("frozen", ["fc1_weight", "fc2_weight"])
+def test_wgrad_later_beside_a_frozen_weight(frozen: str) -> None:
+    """Which leaves nothing for later."""
+    torch.manual_seed(0)
+    later = minifloat.LayerNormMLP(16, 24, delay_wgrad_compute=True)
+    layer = minifloat.LayerNormMLP(16, 24)
+    layer.load_state_dict(later.state_dict())
+    ran: list[int] = []
+    later.register_wgrad_accumulation_and_reduce_hooks(lambda: ran.append(1))
+    x = torch.randn(5, 16)
+    for module in (layer, later):
+        getattr(module, frozen).requires_grad_(False)
+        module(x).square().sum().backward()
+    later.backward_dw()
+    assert ran == [1]
+    for (n, p), q in zip(layer.named_parameters(), later.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == (n == frozen), n
+        assert p.grad is None or torch.equal(p.grad, q.grad), n
+    with pytest.raises(RuntimeError, match="once per backward"):
+        later.backward_dw()
+
+
 # ------------------------------------------------------------------------------------------- frozen
 @pytest.mark.parametrize("name", ["none", "current", pytest.param("delayed", marks=DEEP)])
 @pytest.mark.parametrize("again", [False, True], ids=["", "again"])

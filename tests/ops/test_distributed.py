@@ -70,7 +70,7 @@ def linear(mode: str, sequence: bool, rank: int) -> ops.Linear:
             made.bias.copy_(B.chunk(2)[rank])
         else:
             made.weight.copy_(W.chunk(2, 1)[rank])
-            made.bias.copy_(B / 2)  # each rank adds its own
+            made.bias.copy_(B)
     return made
 
 
@@ -78,20 +78,22 @@ def check_linear(mode: str, sequence: bool, rank: int) -> None:
     """Against the whole layer, in high precision."""
     whole_x, whole_g = X.reshape(12, 32), G.reshape(12, 64)
     x = whole_x.clone().requires_grad_()
-    w = W.clone().requires_grad_()
-    y = x @ w.t() + B
+    w, b = W.clone().requires_grad_(), B.clone().requires_grad_()
+    y = x @ w.t() + b
     y.backward(whole_g)
-    assert x.grad is not None and w.grad is not None
+    assert x.grad is not None and w.grad is not None and b.grad is not None
     rows = slice(6 * rank, 6 * rank + 6) if sequence else slice(None)
     columns = lambda t: t.chunk(2, -1)[rank]  # noqa: E731
     if mode == "column":
         given = whole_x[rows], columns(whole_g)
-        expected = columns(y), x.grad[rows], w.grad.chunk(2)[rank]
+        expected = columns(y), x.grad[rows], w.grad.chunk(2)[rank], columns(b.grad)
     else:
         given = columns(whole_x), whole_g[rows]
-        expected = y[rows], columns(x.grad), w.grad.chunk(2, 1)[rank]
+        expected = y[rows], columns(x.grad), w.grad.chunk(2, 1)[rank], whole_g[rows].sum(0)
     layer = linear(mode, sequence, rank)
-    found = *run(layer, *given), layer.weight.grad
+    if mode == "row":  # who sums gradients over ranks has to know that they are of a part
+        assert layer.bias.sequence_parallel == sequence
+    found = *run(layer, *given), layer.weight.grad, layer.bias.grad
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a.detach(), rtol=1e-5, atol=1e-4)  # sums of up to 64
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import minifloat
 from minifloat import ops
 from minifloat.ops import OperationFuser
+from minifloat.recipe import RecipeState
+
+from .cases import RECIPES
 
 
 def residual(width: int = 8) -> ops.Sequential:
@@ -407,3 +411,122 @@ def test_in_place_keeps_the_dtype_of_what_it_may_write_to() -> None:
         compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x, extra.clone()), expected)
         assert torch.equal(op(x, extra), expected)
+
+
+class Rounds(ops.BasicOperation):
+    """A user's operation with quantizers of its own."""
+
+    def num_quantizers(self, mode: str) -> int:
+        return 1
+
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self._rounded(input_, self.get_quantizer("forward", 0)), ()
+
+    def op_forward_save_ctx(
+        self, ctx: Any, input_: Any, tensors_to_save: Any, **kwargs: Any
+    ) -> None:
+        ctx.quantizer = self.get_quantizer("backward", 0)
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> tuple[Any, Any]:
+        return self._rounded(grad_output, ctx.quantizer), ()
+
+    def _rounded(self, x: Any, quantizer: Any) -> Any:
+        return x if quantizer is None else quantizer.quantize(x).dequantize()
+
+
+class Router(ops.BasicOperation):
+    """`y = x`, and `sigmoid(x w)` of each row besides."""
+
+    num_extra_outputs = 1
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(width))
+
+    def fuser_forward_compute(self, input_: Any, **fwd_kwargs: Any) -> tuple[Any, Any, Any]:
+        probs = torch.sigmoid(input_ @ self.weight)
+        return input_, [(probs,)], (input_, probs)
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
+    ) -> None:
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        x, probs = basic_op_ctxs[0].saved_tensors
+        d = basic_op_grad_extra_outputs[0][0] * probs * (1 - probs)
+        return grad_output + d[:, None] * self.weight, [(d @ x,)], [()]
+
+
+def scaled_bias() -> Any:
+    op = ops.GroupedLinear(2, 8, 8, device="cpu", scale_bias=True)
+    for b in op._biases():
+        torch.nn.init.normal_(b)
+    return op
+
+
+@pytest.mark.parametrize("make", [ops.ScaledSwiGLU, ops.ScaledSReLU, scaled_bias])
+def test_scales_that_come_by_a_channel_have_a_gradient(make: Any) -> None:
+    torch.manual_seed(0)
+    router, op = Router(8), make()
+    x, sizes = torch.randn(6, 8), (torch.tensor([2, 4]),) if make is scaled_bias else ()
+    given, weight = x.clone().requires_grad_(), router.weight.detach().clone().requires_grad_()
+    op(given, *sizes, torch.sigmoid(given @ weight)).square().sum().backward()
+    op = copy.deepcopy(op)
+    op._captured = None
+    op.set_extra_input_channel(len(sizes), "probs")
+    router.set_extra_output_channel(0, "probs", output_to_caller=False)
+    x.requires_grad_()
+    ops.Sequential(router, op)(x, *sizes).square().sum().backward()
+    torch.testing.assert_close(x.grad, given.grad)
+    torch.testing.assert_close(router.weight.grad, weight.grad)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_users_operation_has_the_quantizers_of_the_recipe(compiled: bool) -> None:
+    op = Rounds()
+    model = ops.Sequential(ops.ConstantScale(2.0), op)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for name in ("current",) if compiled else ("current", "block", "mxfp8"):
+        state = [
+            RecipeState.create(RECIPES[name], mode=mode, device="cpu").make_quantizers()[0]
+            for mode in ("forward", "backward")
+        ]
+        for alone in (False, True):
+            if alone:  # outside of autocast, and so by another fuser without a recipe
+                x = torch.randn(8, 32)
+                assert torch.equal(op(x), x) and op.get_quantizer("forward", 0) is None
+            x, g = torch.randn(8, 32, requires_grad=True), torch.randn(8, 32)
+            with minifloat.autocast(recipe=RECIPES[name]):
+                y = call(x)
+            y.backward(g)
+            assert x.grad is not None
+            assert torch.equal(y, state[0].quantize(2 * x.detach()).dequantize())
+            assert torch.equal(x.grad, 2 * state[1].quantize(g).dequantize())
+            if not compiled:
+                assert type(op.get_quantizer("forward", 0)) is type(state[0])
+
+
+def test_a_users_operation_keeps_no_history() -> None:
+    raises = pytest.raises(NotImplementedError, match="Rounds: quantizer 0 of forward scales by")
+    with minifloat.autocast(recipe=RECIPES["delayed"]), raises:
+        Rounds()(torch.randn(8, 32))
+
+
+def test_a_users_roles_reach_the_factory() -> None:
+    seen: list[Any] = []
+
+    def factory(role: Any) -> Any:
+        seen.append(role)
+        return minifloat.IdentityQuantizer()
+
+    class Named(Rounds):
+        def get_quantizer_roles(self, mode: str) -> list[Any]:
+            return [minifloat.QuantizerRole("mine", mode, "r")]
+
+    recipe = minifloat.recipe.CustomRecipe(qfactory=factory)
+    with minifloat.autocast(recipe=recipe):
+        Named()(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    assert seen == [minifloat.QuantizerRole("mine", mode, "r") for mode in ("forward", "backward")]

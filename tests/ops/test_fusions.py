@@ -408,6 +408,63 @@ def test_fusing_follows_the_recipe() -> None:
     assert found[0] == found[2] != found[1]
 
 
+class Doubled(ops.GELU):
+    """A forward of its own."""
+
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
+        y, saved = super().op_forward_compute(input_, **kwargs)
+        return 2 * y, saved
+
+
+class Legacy(ops.GELU):
+    """The legacy one of a split parent."""
+
+    def op_forward(self, ctx: Any, input_: Any, **kwargs: Any) -> Any:
+        return 2 * super().op_forward(ctx, input_, **kwargs)
+
+
+class Stopped(ops.BasicLinear):
+    """A backward of its own."""
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> tuple[Any, Any]:
+        dx, grads = super().op_backward(ctx, grad_output)
+        return dx * 0, grads
+
+
+class Renamed(ops.GELU):
+    """Computes as its parent does."""
+
+
+def own(first: type[Any], act: type[Any]) -> ops.Sequential:
+    torch.manual_seed(0)
+    return ops.Sequential(first(32, 32, dtype=BF16), act(), ops.BasicLinear(32, 32, dtype=BF16))
+
+
+def test_a_subclass_with_a_forward_or_a_backward_of_its_own_is_not_passed_by() -> None:
+    recipe = RECIPES["mxfp8"]
+    x = torch.randn(8, 32, dtype=BF16)
+
+    def found(first: type[Any], act: type[Any]) -> list[Tensor]:
+        model = own(first, act)
+        return step(model, model, x, recipe)
+
+    y, dx, *_ = plain = found(ops.BasicLinear, ops.GELU)
+    for act in (Doubled, Legacy):
+        assert torch.equal(found(ops.BasicLinear, act)[0], 2 * y)
+    assert dx.any() and not found(Stopped, ops.GELU)[1].any()
+    assert_same(plain, found(ops.BasicLinear, Renamed))
+    model = own(ops.BasicLinear, Renamed)
+    step(model, model, x, recipe)
+    assert isinstance(model._module_groups[0]._forward_ops[0][0], ops.FusedMLP)
+
+
+def test_nor_is_it_in_a_graph() -> None:
+    model, x = own(ops.BasicLinear, Doubled), torch.randn(8, 32, dtype=BF16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), minifloat.autocast(recipe=RECIPES["mxfp8"]):
+        assert torch.equal(compiled(x), 2 * own(ops.BasicLinear, ops.GELU)(x))
+
+
 @pytest.mark.parametrize("way", ["quantize", "__call__"])
 def test_a_users_operation_may_hand_over(way: str) -> None:
     """`next_op_input_quantizer` quantizes for the next operation, whatever stands before it, and

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import minifloat as mf
 from minifloat import ops
 from minifloat import recipe as recipes
+from minifloat.recipe.factories import current_scaling_factory
 
 from .cases import RECIPES, Counter, assert_same, compiled_like_eager, step
 from .test_fusions import unfused
@@ -235,6 +236,28 @@ def test_quantizers_of_each_group() -> None:
     assert torch.equal(last.scale, op.delayed.scale_weight[E - 1 :])
     assert op.get_quantizer_roles("forward")[1].tensor_type == "weight"
     assert len(op.get_quantizer_roles("backward")) == E
+
+
+def test_a_factory_sees_the_roles_of_the_module() -> None:
+    """Of experts, as the module has them, and under the operation's name."""
+    found: list[set[Any]] = []
+    for layer in (make(), twin(make())):
+        found.append(set())
+
+        def factory(role: Any, seen: set[Any] = found[-1]) -> Any:
+            seen.add(role)
+            return current_scaling_factory(role)
+
+        layer.name = "experts"
+        train(layer, layer, recipes.CustomRecipe(qfactory=factory), tokens(), SPLITS)
+    assert (
+        found[0] - {None}
+        == found[1] - {None}
+        == {
+            recipes.QuantizerRole("grouped_linear", kind, "experts")
+            for kind in ("input", "weight", "grad_output")
+        }
+    )
 
 
 # ------------------------------------------------------------------------------------------- errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -75,11 +76,13 @@ def test_op_kwargs_are_checked() -> None:
         model(torch.ones(2), op_kwargs={ops.GELU(): {}})
 
 
-def test_copies_are_independent() -> None:
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_are_independent(way: str) -> None:
+    """Of a model that has run, and so holds what it fused."""
     model = mlp()
     x = torch.randn(4, 32)
     expected = model(x)
-    other = copy.deepcopy(model)
+    other = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
     with torch.no_grad():
         model[1].weight.zero_()
     assert torch.equal(other(x), expected) and not torch.equal(model(x), expected)

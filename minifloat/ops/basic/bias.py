@@ -44,7 +44,9 @@ class Bias(BasicOperation):
         """Zeros; a meta parameter is made real."""
         if self.bias.is_meta:
             real = torch.empty_like(self.bias, device=default_device(None))
-            self.bias = nn.Parameter(real, self.bias.requires_grad)
+            made = nn.Parameter(real, self.bias.requires_grad)
+            vars(made).update(vars(self.bias))
+            self.bias = made
         nn.init.zeros_(self.bias)
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:

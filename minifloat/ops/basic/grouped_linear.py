@@ -57,6 +57,7 @@ class GroupedLinear(Experts, QuantizedOperation):
     Parameters are those of `minifloat.GroupedLinear`, and it computes the same.
     """
 
+    module_type = "grouped_linear"
     _slot_counts = {"forward": 2, "backward": 1}  # for each group
 
     def __init__(  # noqa: PLR0913  (the contract's signature)
@@ -296,7 +297,7 @@ class GroupedLinear(Experts, QuantizedOperation):
         ctx.call = kwargs["call"]
         ctx.held, ctx.producer, ctx.at = tensors_to_save[1:]
         ctx.shape = tuple(input_.shape)
-        ctx.scaled = self._scale_bias and extra[1].requires_grad
+        ctx.scaled = self._scale_bias and self._differentiates(1, extra[1])
         ctx.of_scales = tuple(extra[1].shape) if self._scale_bias else None
         ctx.buffer = kwargs.get("grad_input")
         ctx.save_for_backward(*tensors_to_save.tensors)

@@ -70,7 +70,7 @@ class ScaledActivationOperation(BasicOperation):
     ) -> None:
         ctx = basic_op_ctxs[0]
         ctx.shape = input_.shape
-        ctx.scaled = fwd_kwargs["basic_op_extra_inputs"][0][0].requires_grad
+        ctx.scaled = self._differentiates(0, fwd_kwargs["basic_op_extra_inputs"][0][0])
         ctx.save_for_backward(*tensors_to_save)
 
     def fuser_backward(
