@@ -79,12 +79,13 @@ class DelayedState(nn.Module):
 
     def fit(self, length: int) -> None:
         """Histories of `length` rows: shorter keeps the first ones, longer ends in zeros."""
-        for name in ("history_forward", "history_backward"):
-            history = getattr(self, name)
-            if history.shape[0] != length:
-                kept = history[:length]
-                more = history.new_zeros(length - kept.shape[0], history.shape[1])
-                setattr(self, name, torch.cat((kept, more)))
+        with torch.inference_mode(False):  # the buffers outlive an evaluation
+            for name in ("history_forward", "history_backward"):
+                history = getattr(self, name)
+                if history.shape[0] != length:
+                    kept = history[:length]
+                    more = history.new_zeros(length - kept.shape[0], history.shape[1])
+                    setattr(self, name, torch.cat((kept, more)))
 
     def quantizer(self, slot: str, plan: Any) -> Float8Quantizer:
         """A quantizer that scales by this slot's history."""
@@ -145,7 +146,8 @@ class DelayedState(nn.Module):
                 if assign:
                     setattr(self, name, value.to(torch.float32))
                 elif value.shape != buffers[name].shape:
-                    setattr(self, name, value.to(buffers[name], copy=True))
+                    with torch.inference_mode(False):
+                        setattr(self, name, value.to(buffers[name], copy=True))
                 else:
                     buffers[name].copy_(value)
         self.used = True

@@ -198,6 +198,32 @@ def test_a_recipe_with_another_length_resizes_it() -> None:
     assert torch.equal(ours.delayed.history_forward[1:3], before[2:])  # rolled by the step
 
 
+@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("first", [None, True])
+def test_an_evaluation_in_inference_mode_leaves_nothing_that_cannot_train(
+    name: str, first: bool | None
+) -> None:
+    """Neither in the histories, which it may fit to its recipe, nor in a kept weight."""
+    recipe, x = RECIPES[name](), torch.randn(5, 16)
+    mine, plain = (layer(cache_weights=first is None) for _ in range(2))
+    with torch.inference_mode(), minifloat.autocast(recipe=recipe):
+        mine(x, is_first_microbatch=first)
+    for module in (mine, plain):
+        for again in (first, None if first is None else False):
+            torch.manual_seed(0)
+            with minifloat.autocast(recipe=recipe):
+                module(x, is_first_microbatch=again).square().sum().backward()
+    assert torch.equal(mine.weight.grad, plain.weight.grad)
+
+
+def test_histories_that_are_loaded_in_inference_mode_train() -> None:
+    module, other = layer(), layer()
+    step(module, 0, recipes.DelayedScaling(amax_history_len=9))
+    with torch.inference_mode():
+        other.load_state_dict(module.state_dict())
+    step(other, 1)
+
+
 def test_part_of_it_is_missing() -> None:
     ours = used()
     state = ours.state_dict()
