@@ -20,6 +20,10 @@ __all__ = ["chain", "run"]
 
 Link = tuple[Any, Any]
 _TWICE = b"minifloat: these layers have no second derivative; use torch.nn's where one is needed"
+_TRANSFORM = (
+    "minifloat: these layers run inside no transform of torch.func (vmap, grad, jvp, ...), in high "
+    "precision neither; differentiate with torch.autograd, or use torch.nn's layers there"
+)
 
 
 def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
@@ -31,11 +35,14 @@ def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
     `replays`. `shield` is the type of the device where torch.autocast was on before the caller
     switched it off: a graph would run backward as it ran the code around.
     """
+    if torch._C._are_functorch_transforms_active():
+        # A graph would take our gradients for zeros, and kernels know nothing of batches.
+        raise RuntimeError(_TRANSFORM)
     if not torch.is_grad_enabled():
         if torch.compiler.is_compiling():
             return work.forward(data, tensors)[0]
         return replays.forward(work, data, tensors)[0]
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         return _Run.apply(work, data, shield, *tensors)  # type: ignore[no-untyped-call]
     return _apply(work, data, shield, *tensors)
 

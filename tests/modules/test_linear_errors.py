@@ -206,6 +206,36 @@ def test_a_retained_graph_whose_weight_changed(recipe: Any, first: bool | None) 
         y.sum().backward()
 
 
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "vmap": lambda m, x: torch.func.vmap(m, randomness="same")(x),
+    "grad": lambda m, x: torch.func.grad(lambda x: m(x).sum())(x),
+    "jvp": lambda m, x: torch.func.jvp(m, (x,), (x,)),
+    "parameters": lambda m, x: torch.func.grad(
+        lambda p: torch.func.functional_call(m, p, (x,)).sum()
+    )(dict(m.named_parameters())),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("recipe", [None, MX], ids=["plain", "mxfp8"])
+@pytest.mark.parametrize("grads", [True, False])
+def test_no_transform_of_torch_func(transform: str, recipe: Any, grads: bool) -> None:
+    module = layer()
+    module.recipe = recipe
+    refused = pytest.raises(RuntimeError, match=r"no transform of torch\.func.*torch\.autograd")
+    with torch.set_grad_enabled(grads), refused:
+        TRANSFORMS[transform](module, torch.randn(2, 4, 32))
+
+
+@compiles
+def test_no_transform_of_torch_func_in_a_graph() -> None:
+    """PyTorch would take the gradient for zeros."""
+    module, transform = layer(), TRANSFORMS["parameters"]
+    call = torch.compile(lambda x: transform(module, x), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"no transform of torch\.func.*torch\.autograd"):
+        call(torch.randn(4, 32))
+
+
 SPLITS: list[tuple[Any, type[Exception], tuple[str, ...], dict[str, Any]]] = [
     ((), ValueError, ("empty", "name at least one"), {}),
     ([], ValueError, ("empty", "name at least one"), {}),
