@@ -277,9 +277,12 @@ def finish(call: Call) -> None:
 
 def quantized_grad(dx: Tensor, call: Call) -> Any:
     """dx as the recipe's grad_input quantizer makes it; a graph returns its values."""
+    # Random bits that follow from forward's seed, and are not those that rounded dy.
+    seed = call.seed + 1 if call.seed is not None and call.plan.dx_row.stochastic else None
     if not library.traced():
-        return call.grad_input.quantize(dx)
-    row = operands(dx, call.plan.dx_row, None, keep_row=True)[0]
+        given = {} if seed is None else {"seed": seed}  # a user's quantizer need not know it
+        return call.grad_input.quantize(dx, **given)
+    row = operands(dx, call.plan.dx_row, None, seed=seed, keep_row=True)[0]
     assert row is not None
     return dequantized(row, dx.shape, dx.dtype)
 

@@ -230,7 +230,7 @@ class Projection(CachesWeight):
             begun.group,
             None if cached is None else cached.copies,
             *self._main_grad(weight, owners, first),
-            self._seed(plan, inp),
+            self._seed(plan, inp, fp8_grad),
             self._saves_input(plan),
             self._grad_input_quantizer(plan, fp8_grad),
             self.wgrad_store.put if self._defers(needs[1]) else None,
@@ -363,8 +363,8 @@ class Projection(CachesWeight):
         found, overwrite, dummy = main_grad(owners[0], self._where(), "fuse_wgrad_accumulation")
         return found, overwrite or first is True, dummy
 
-    def _seed(self, plan: Any, inp: Tensor) -> Tensor | None:
-        if not plan.stochastic:
+    def _seed(self, plan: Any, inp: Tensor, fp8_grad: bool) -> Tensor | None:
+        if not plan.stochastic and not (fp8_grad and plan.dx_row.stochastic):
             return None
         return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=inp.device)
 

@@ -95,7 +95,7 @@ CASES = (
     Case("two_dim", shape=(17, 48)),
     # Without flags a compiled layer casts at every call: delayed scales then move on.
     Case("cache_weights", module={"cache_weights": True}, recipes=STATELESS),
-    Case("fp8_grad", forward={"fp8_grad": True}, recipes=("current", "custom")),
+    Case("fp8_grad", forward={"fp8_grad": True}, recipes=STATELESS),
 )
 
 

@@ -84,7 +84,7 @@ OWN = {
         Case("frozen_but_bias", frozen=("input", *NORM, "weight")),
         Case("frozen_but_norm", frozen=("input", "weight", "bias")),
         Case("split", module={"parameters_split": ("q", "k")}),
-        Case("fp8_grad", forward={"fp8_grad": True}, recipes=("current", "custom")),
+        Case("fp8_grad", forward={"fp8_grad": True}, recipes=STATELESS),
     ),
     "LayerNormMLP": (
         Case("frozen_weights", frozen=WEIGHTS["LayerNormMLP"]),

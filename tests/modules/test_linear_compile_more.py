@@ -484,6 +484,30 @@ def test_inference_mode(name: str) -> None:
     compare(state(other), state(layer))
 
 
+@pytest.mark.parametrize("override", [None, "high_precision"])
+def test_a_gradient_that_is_rounded_stochastically(override: str | None) -> None:
+    """By bits that follow from forward's seed: eager, compiled and recomputed alike."""
+    recipe, layer = recipes.NVFP4BlockScaling(backward_override=override), linear()
+    other, again = copy.deepcopy(layer), copy.deepcopy(layer)
+
+    def call(module: Any) -> Callable[[Tensor], Tensor]:
+        return lambda x: module(x, fp8_grad=True)
+
+    def recomputed(x: Tensor) -> Any:
+        return minifloat.checkpoint(call(again), x)
+
+    def plain(t: Any) -> Tensor:
+        return t.dequantize() if isinstance(t, minifloat.QuantizedTensor) else t
+
+    x = sample(6, 48)
+    made = step(call(layer), x, recipe)
+    assert isinstance(made[1], minifloat.NVFP4Tensor)
+    graph = torch.compile(call(other), backend="aot_eager", fullgraph=True)
+    for found in (step(graph, x, recipe), step(recomputed, x, recipe)):
+        for a, b in zip(made, found, strict=True):
+            assert torch.equal(plain(a), plain(b))
+
+
 @quick(("delayed", "nvfp4"))
 def test_a_dispatch_mode_changes_nothing(name: str) -> None:
     recipe, layer = RECIPES[name](), linear()
