@@ -486,7 +486,7 @@ class SquaredNorm(RmsNorm):
             "computes something else than RMSN",
         ),
         (lambda: Block(Watched(nn.SiLU()), nn.RMSNorm(K)), "mlp", "more than to compute"),
-        (lambda: Block(Scaled(nn.SiLU()), nn.RMSNorm(K)), "mlp", "something else than gated_mlp"),
+        (lambda: Block(Scaled(nn.SiLU()), nn.RMSNorm(K)), "mlp", "else than gated_mlp, mlp"),
         (lambda: Block(Dropped(nn.SiLU()), nn.RMSNorm(K)), "mlp", "something else than gated_mlp"),
         (lambda: Block(Gated(nn.GELU()), nn.RMSNorm(K)), "mlp", "gelu_none, is not one of those"),
     ),
