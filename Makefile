@@ -2,6 +2,7 @@
 #   make train    train a small transformer in low precision, and in bf16 beside it
 #   make test     run the tests
 #   make check    lint, format and type check
+#   make wheel    build a wheel into dist
 #   make clean    remove the environment and everything built
 # Another Python: make test PYTHON=python3.12.
 # Arguments: make train ARGS="--recipe mxfp8", make test ARGS="-k mxfp8".

@@ -141,9 +141,7 @@ class Finder:
             if not all(way.whole for way in ways):
                 return "its forward does more than to compute its result"
             return self._checked_mlp(name, module, pattern, names, normed)
-        allowed = ", ".join(
-            dict.fromkeys(pattern.name for pattern in patterns)
-        )  # two shapes, one name
+        allowed = ", ".join(dict.fromkeys(pattern.name for pattern in patterns))
         return f"its forward computes something else than {allowed}"
 
     def _checked_mlp(
