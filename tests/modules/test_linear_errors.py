@@ -183,6 +183,44 @@ def test_a_second_derivative(recipe: Any) -> None:
         (y.sum() + dx.square().sum()).backward()
 
 
+@pytest.mark.parametrize("way", ["parametrized", "functional_call"])
+def test_cache_weights_knows_a_weight_that_is_made_for_every_call(way: str) -> None:
+    """It may lie where the last one did, and nobody has written to it."""
+    with minifloat.autocast(recipe=MX):
+        module = layer(cache_weights=True)
+    other, x = layer(), torch.randn(4, 32)
+    scale = torch.ones(())
+    if way == "parametrized":
+        nn.utils.parametrizations.weight_norm(module)
+        scale = module.parametrizations.weight.original0
+    start = other.weight.detach().clone()
+    for power in range(1, 8):
+        with torch.no_grad(), minifloat.autocast(recipe=MX):
+            scale.mul_(2)
+            other.weight.copy_(start * 2**power)
+            if way == "parametrized":
+                found = module(x)
+            else:
+                made = {"weight": start * scale, "bias": module.bias}
+                found = torch.func.functional_call(module, made, (x,))
+                del made
+            assert torch.equal(found, other(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_module_with_a_cached_weight_casts_its_own(copied: Any) -> None:
+    with minifloat.autocast(recipe=MX):
+        module = layer(cache_weights=True)
+        x = torch.randn(4, 32)
+        expected = module(x)
+        made = copied(module)
+        assert torch.equal(made(x), expected)
+        with torch.no_grad():
+            made.weight.mul_(2)
+        assert not torch.equal(made(x), expected)
+        assert torch.equal(module(x), expected)
+
+
 @pytest.mark.parametrize("recipe", [None, MX], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("first", [None, True])
 def test_a_retained_graph_whose_weight_changed(recipe: Any, first: bool | None) -> None:
