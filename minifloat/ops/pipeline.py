@@ -265,7 +265,11 @@ def _span(t: Any) -> tuple[Any, Any]:
 
 
 def _fresh(t: Any, given: tuple[Any, ...], made: list[Any]) -> Any:
-    """`t` as an output of its own: autograd tells outputs apart by object."""
+    """`t` as an output of its own: autograd tells outputs apart by object. In a graph, 2.11 loses
+    the gradients of one that is a view of another, or that an operator returned as it got it
+    (`y.to(y.dtype)`), unless it is detached."""
+    if torch.compiler.is_compiling() and isinstance(t, Tensor):
+        return t.detach()
     if any([t is other for other in (*given, *made)]):  # noqa: C419  (2.11 traces lists)
         return t.detach()
     return t
