@@ -37,6 +37,8 @@ class Pipeline:
     `exports` those that it returns after its output.
     """
 
+    hands_on = True  # for `autograd.run`: operations are anybody's
+
     def __init__(
         self,
         ops: list[Any],
@@ -265,11 +267,7 @@ def _span(t: Any) -> tuple[Any, Any]:
 
 
 def _fresh(t: Any, given: tuple[Any, ...], made: list[Any]) -> Any:
-    """`t` as an output of its own: autograd tells outputs apart by object. In a graph, 2.11 loses
-    the gradients of one that is a view of another, or that an operator returned as it got it
-    (`y.to(y.dtype)`), unless it is detached."""
-    if torch.compiler.is_compiling() and isinstance(t, Tensor):
-        return t.detach()
+    """`t` as an output of its own: autograd tells outputs apart by object."""
     if any([t is other for other in (*given, *made)]):  # noqa: C419  (2.11 traces lists)
         return t.detach()
     return t
