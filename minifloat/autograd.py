@@ -32,7 +32,8 @@ def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
     `work.forward(data, tensors) -> (outputs, tensors to save, note)`: one tensor or a tuple, a
     list, and anything. `work.backward(data, note, saved, grads) -> gradients of tensors`, a tuple;
     `saved` is a list to take from, so that a tensor dies with its last use. `work.kind` is for
-    `replays`. `shield` is the type of the device where torch.autocast was on before the caller
+    `replays`; with `work.hands_on`, outputs may be what an operator returned as it got it, or views
+    of each other. `shield` is the type of the device where torch.autocast was on before the caller
     switched it off: a graph would run backward as it ran the code around.
     """
     if torch._C._are_functorch_transforms_active():
@@ -64,6 +65,9 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, work: Any, data: Any, shield: str, *tensors: Any) -> Any:
         if torch.compiler.is_compiling():
             outputs, saved, note = work.forward(data, tensors)
+            if getattr(work, "hands_on", False):  # 2.11 loses their gradients
+                many = isinstance(outputs, tuple)
+                outputs = tuple([t.detach() for t in outputs]) if many else outputs.detach()
         else:
             outputs, saved, note = replays.forward(work, data, tensors)
         ctx.save_for_backward(*saved)

@@ -37,6 +37,8 @@ class Pipeline:
     `exports` those that it returns after its output.
     """
 
+    hands_on = True  # for `autograd.run`: operations are anybody's
+
     def __init__(
         self,
         ops: list[Any],

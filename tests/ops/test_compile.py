@@ -209,6 +209,37 @@ def test_channels() -> None:
     compiled_like_eager(residual(), as_is, data(3, 8))
 
 
+class HandsOn(ops.Identity):
+    """Returns what an operator returns as it got it."""
+
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return input_.sin().to(input_.dtype), (input_,)
+
+    def op_forward_save_ctx(
+        self, ctx: Any, input_: Any, tensors_to_save: Any, **kwargs: Any
+    ) -> None:
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> tuple[Any, Any]:
+        return grad_output * ctx.saved_tensors[0].cos(), ()
+
+
+@pytest.mark.parametrize("last", [HandsOn, ops.MakeExtraOutput])
+def test_outputs_that_are_other_tensors(last: Any) -> None:
+    """Which lost their gradients in graphs of 2.11."""
+    model = ops.Sequential(ops.GELU(), last())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = []
+    for call in (model, compiled):
+        x = torch.linspace(-2, 2, 24).reshape(3, 8).requires_grad_()
+        made = call(x)
+        outputs = made if isinstance(made, tuple) else (made,)
+        torch.autograd.backward(outputs, [(i + 1) * t.detach() for i, t in enumerate(outputs)])
+        assert x.grad is not None
+        found.append([*outputs, x.grad])
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("width", [pytest.param(15, marks=DEEP), 16])
 def test_dropout(width: int) -> None:
     model = ops.Sequential(ops.ConstantScale(2.0), ops.Dropout(0.5))
