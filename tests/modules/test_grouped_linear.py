@@ -77,7 +77,7 @@ def same_seeds(monkeypatch: pytest.MonkeyPatch, alone: list[Any]) -> None:
     """Linear i rounds stochastically with [seed, offset + i]."""
     base = torch.tensor([11, 22])
 
-    def seed(self: Any, plan: Any, inp: Tensor) -> Tensor | None:
+    def seed(self: Any, plan: Any, inp: Tensor, rounds: bool = False) -> Tensor | None:
         if not plan.stochastic:
             return None
         found = [i for i, one in enumerate(alone) if one is self]
@@ -365,7 +365,7 @@ def test_on_a_device(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
         one.cuda()
     seeds = torch.tensor([11, 22], device="cuda")
 
-    def seed(self: Any, plan: Any, inp: Tensor) -> Tensor | None:
+    def seed(self: Any, plan: Any, inp: Tensor, rounds: bool = False) -> Tensor | None:
         found = [i for i, one in enumerate(alone) if one is self]
         return torch.stack((seeds[0], seeds[1] + sum(found))) if plan.stochastic else None
 
