@@ -36,16 +36,21 @@ def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
     of each other. `shield` is the type of the device where torch.autocast was on before the caller
     switched it off: a graph would run backward as it ran the code around.
     """
-    if torch._C._are_functorch_transforms_active():
-        # A graph would take our gradients for zeros, and kernels know nothing of batches.
-        raise RuntimeError(_TRANSFORM)
-    if not torch.is_grad_enabled():
-        if torch.compiler.is_compiling():
-            return work.forward(data, tensors)[0]
-        return replays.forward(work, data, tensors)[0]
     if torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            _refuse_transforms()
+            return work.forward(data, tensors)[0]
         return _Run.apply(work, data, shield, *tensors)  # type: ignore[no-untyped-call]
+    _refuse_transforms()
+    if not torch.is_grad_enabled():
+        return replays.forward(work, data, tensors)[0]
     return _apply(work, data, shield, *tensors)
+
+
+def _refuse_transforms() -> None:
+    """A graph would take our gradients for zeros, and kernels know nothing of batches."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(_TRANSFORM)
 
 
 def chain(links: tuple[Link, ...], x: Tensor, *params: Tensor | None, shield: str = "") -> Any:
@@ -64,6 +69,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: Any, data: Any, shield: str, *tensors: Any) -> Any:
         if torch.compiler.is_compiling():
+            _refuse_transforms()
             outputs, saved, note = work.forward(data, tensors)
             if getattr(work, "hands_on", False):  # 2.11 loses their gradients
                 many = isinstance(outputs, tuple)

@@ -49,15 +49,19 @@ __all__ = [
 
 # A tile of words is 128 columns wide; without blocks, 64 rows fill it. H200, 1x128 in both
 # directions, 16384x14336, 4 warps / 8 of at most 80 registers, three programs to a multiprocessor:
-# SwiGLU 411 us / 378 (a copy of those bytes: 330), RMSNorm 254 / 250, LayerNorm 315 / 287; but the
-# ptxas of Triton 3.9 spills at 80 what is not gated, and partial tiles. Others are not tuned.
+# SwiGLU 411 us / 378 (a copy of those bytes: 330), RMSNorm 254 / 250, LayerNorm 315 / 287; but
+# Triton 3.9 spills at 80 what is not gated, and partial tiles, and 3.7 spills 792 bytes of SwiGLU.
+# Others are not tuned.
+_BLOCKS = Config(128, 128, 4)
+_LIMITED = triton.__version__.startswith(("3.6.", "3.9."))
 CONFIGS = {
     "value": Config(1, 2048, 4),
     "amax": Config(1, 2048, 4),
     "scaled": Config(64, 64, 4),
     "words_scaled": Config(64, 128, 4),
-    "words_blocks": Config(128, 128, 4),
-    "words_blocks_gated": Config(128, 128, 8, registers=80),  # lines, both copies, whole tiles
+    "words_blocks": _BLOCKS,
+    # Lines, both copies, whole tiles.
+    "words_blocks_gated": Config(128, 128, 8, registers=80) if _LIMITED else _BLOCKS,
 }
 _UPPER = tl.constexpr(-0x10000)  # the second number of a word
 
