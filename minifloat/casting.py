@@ -127,14 +127,13 @@ def quantize(
     keep_amax: bool = False,
 ) -> list[Tensor]:
     """The buffers of `layout.parts`, and with `keep_amax` the amax that a scale came from."""
-    described = parts(x.shape, row, col)
     kernels = _kernels(x, row, col)
     if kernels is None:
         if not keep_amax:
             return quantize_reference(x, row, col, row_amax, col_amax, seed)
         (seen,) = amax(x, row, col) if row_amax is None else (row_amax.clone(),)
         return [*quantize_reference(x, row, col, seen, seen, seed), seen]
-    out = {p.name: empty(x, p.shape, p.dtype) for p in described}
+    out = buffers(x, parts(x.shape, row, col))
     if keep_amax:
         out["amax"] = empty(x, (1,), torch.float32)
     kernels.quantize(matrix(x), row, col, out, row_amax, col_amax, seed)
@@ -208,7 +207,7 @@ def quantize_scaled(
     is raised in place."""
     kernels = _kernels(x, cast)
     if kernels is not None:
-        out = {p.name: empty(x, p.shape, p.dtype) for p in scaled_parts(x, cast, row, col)}
+        out = buffers(x, scaled_parts(x, cast, row, col))
         if keep_scale:
             out["kept"] = empty(x, (1,), torch.float32)
         kernels.quantize_scaled(matrix(x), scale, amax, cast, out)

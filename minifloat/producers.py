@@ -283,7 +283,7 @@ def _quantize(  # noqa: PLR0913  (the operator's)
 def _buffers(
     x: Tensor, shape: tuple[int, int], row: Cast | None, col: Cast | None
 ) -> dict[str, Tensor]:
-    return {d.name: casting.empty(x, d.shape, d.dtype) for d in parts(shape, row, col)}
+    return casting.buffers(x, parts(shape, row, col))
 
 
 def _quantize_fake(  # noqa: PLR0913
