@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "advise",
     "capability",
+    "cublaslt",
     "device_name",
     "is_current",
     "multiprocessors",
@@ -110,6 +111,12 @@ def capability(device: torch.device | str) -> int | None:
 # What torch.compiler.assume_constant_result does, without importing Dynamo: asked while tracing,
 # the answer is a constant of the graph.
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def cublaslt() -> str | None:
+    """The name under which PyTorch has loaded cuBLASLt; None for a build without CUDA."""
+    version = torch.version.cuda
+    return None if version is None else f"libcublasLt.so.{version.split('.')[0]}"
 
 
 def device_name(device: torch.device | str) -> str:

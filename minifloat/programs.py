@@ -21,7 +21,8 @@ from torch.nn import Parameter
 
 from . import env
 from .opaque import Value
-from .recorder import Program, Recorder
+from .recorder import Recorder
+from .writer import Program
 
 __all__ = [
     "again",

@@ -9,19 +9,30 @@ use. Code that does anything else is not replayable, and `Recorder.program` is N
 
 from __future__ import annotations
 
-import linecache
-import math
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import env
+from .steps import (
+    Address,
+    Allocate,
+    Call,
+    Constant,
+    Form,
+    Launch,
+    Piece,
+    Record,
+    Region,
+    Shared,
+    bytes_of,
+    dense,
+)
+from .writer import Program, Writer
 
-__all__ = ["Program", "Recorder"]
+__all__ = ["Recorder"]
 
 aten = torch.ops.aten
 _ALLOCATE = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
@@ -48,89 +59,6 @@ _CALL = {
     aten.index_copy_.default,
 }  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)  # an index of these makes a result of a size that they decide
-# The same by bindings that parse arguments themselves: in a profile of Linear on an H200 a product
-# took 46 us by them, and 57 as an operator.
-_BOUND = {
-    aten._scaled_mm.default: torch._scaled_mm, aten._scaled_mm_v2.default: torch._scaled_mm_v2,
-    aten.mm.default: torch.mm, aten.addmm.default: torch.addmm, aten.sum.dim_IntList: torch.sum,
-    aten.add_.Tensor: Tensor.add_, aten.copy_.default: Tensor.copy_,
-}  # fmt: skip
-
-# A build without CUDA has no such function, and no program to run.
-_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-# What Inductor's code allocates by: without the dispatcher, on the current device, which is that of
-# a program that runs. None where PyTorch has no such function.
-_allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
-Shared = tuple[int, int, int]  # two arguments, and how many bytes the second starts after the first
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, offset
-
-
-class Region(NamedTuple):
-    """Memory that came into being at once: an argument, an allocation, an operator's result."""
-
-    name: str
-    start: int
-    end: int
-    form: Form  # as it was made; the offset is 0
-
-
-class Piece(NamedTuple):
-    """A tensor as code will name it: where it lies, and in which form."""
-
-    region: str
-    form: Form
-
-
-class Address(NamedTuple):
-    region: str
-    offset: int  # bytes
-
-
-class Constant(NamedTuple):
-    value: Any
-
-
-class Allocate(NamedTuple):
-    region: str
-    form: Form
-
-
-class Launch(NamedTuple):
-    kernel: Any
-    programs: int
-    args: list[Address | Constant]
-
-
-class Call(NamedTuple):
-    function: Any
-    args: Any  # trees of Piece, Constant
-    kwargs: dict[str, Any]
-    makes: tuple[str, ...]  # regions; () where it returns what it was given
-
-
-class Program:
-    """A function of tensors, in the order in which the recorder was given them."""
-
-    __slots__ = ("__weakref__", "run", "shared", "source")
-
-    def __init__(self, source: str, constants: dict[str, Any], shared: Iterable[Shared]) -> None:
-        # What the code was like is known of its arguments' kinds, but for who shares memory: those
-        # that did must again.
-        self.source, self.shared = source, tuple(shared)
-        own = {"empty": torch.empty_strided, "allocate": _allocate, "stream_of": _stream}
-        scope = {**own, **constants}
-        file = f"<minifloat program {id(self):#x}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(True), file)  # for tracebacks
-        weakref.finalize(self, linecache.cache.pop, file, None).atexit = False
-        exec(compile(source, file, "exec"), scope)
-        self.run: Callable[[Any], list[Any]] = scope["program"]
-
-    def fits(self, inputs: Sequence[Any]) -> bool:
-        """Whether arguments that shared memory when this was recorded do so again, as they did."""
-        return not self.shared or all(
-            inputs[b].data_ptr() - inputs[a].data_ptr() == d for a, b, d in self.shared
-        )
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -218,7 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _made(self, t: Any) -> str:
         """The name of memory that is new: whatever lay there before is gone."""
         name = f"t{len(self.forms)}"
-        if not isinstance(t, Tensor) or not t.numel() or not _dense(_form(t)):
+        if not isinstance(t, Tensor) or not t.numel() or not dense(_form(t)):
             self.refuse("a result is empty, or has gaps")
             return name
         if t.device != self.device:  # values that the code may read, and decide by
@@ -302,7 +230,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("two results are one, or one is an argument")
         if not self.replayable:
             return None
-        return _Writer(self, results, len(results[:fresh]), device, consume).program()
+        record = Record(self.steps, self.forms, self.inputs, self.shared)
+        return Writer(record, results, len(results[:fresh]), device, consume).program()
 
 
 def _form(t: Tensor) -> Form:
@@ -310,214 +239,5 @@ def _form(t: Tensor) -> Form:
 
 
 def _region(name: str, t: Tensor) -> Region:
-    start = t.data_ptr()
-    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    return Region(name, start, start + (last + 1) * t.element_size(), _form(t))
-
-
-def _dense(form: Form) -> bool:
-    """Whether elements lie side by side, in whatever order."""
-    step = 1
-    for stride, n in sorted(zip(form[1], form[0], strict=True)):
-        if n != 1:
-            if stride != step:
-                return False
-            step *= n
-    return True
-
-
-def _leaves(tree: Any) -> Iterable[Any]:
-    if isinstance(tree, list):
-        for value in tree:
-            yield from _leaves(value)
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value)
-    else:
-        yield tree
-
-
-class _Writer:
-    """Steps into source. Regions and their views are variables; `del` ends them."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        results: list[Piece | None],
-        fresh: int,
-        device: torch.device,
-        consume: bool,
-    ) -> None:
-        self.recorder, self.results, self.fresh = recorder, results, fresh
-        self.lines: list[str] = []
-        self.constants: dict[str, Any] = {"device": device}
-        self.consume = consume
-        self.quick = device.type == "cuda" and _allocate is not None
-        self.forms = dict(recorder.forms)  # in which a region's variable is
-        self.views: dict[Piece, str] = {}
-        self.pointers: set[str] = set()
-        self.last = self._last_uses()
-
-    def program(self) -> Program:
-        names = [f"i{i}" for i in range(self.recorder.inputs)]
-        if names:
-            self.lines.append(f"{', '.join(names)}, = given")
-        if self.consume:
-            self.lines.append("given.clear()")
-            self._free(-1)
-        if any(isinstance(s, Launch) for s in self.recorder.steps):
-            self.lines.append(f"stream = stream_of({self.constants['device'].index})")
-        wanted = self._wanted()
-        for i, step in enumerate(self.recorder.steps):
-            if isinstance(step, Allocate):
-                form = wanted.get(step.region, step.form)
-                self.forms[step.region] = form
-                shape, strides, dtype = *form[:2], self._constant(form[2])
-                call = f"empty({shape}, {strides}, dtype={dtype}, device=device)"
-                if self.quick:
-                    call = f"allocate({shape}, {strides}, {dtype})"
-                self.lines.append(f"{step.region} = {call}")
-            elif isinstance(step, Launch):
-                self._launch(step)
-            else:
-                self._call(step)
-            self._free(i)
-        values = [self._result(i, r) for i, r in enumerate(self.results)]
-        self.lines.append(f"return [{', '.join(values)}]")
-        body = "\n".join(f"    {line}" for line in self.lines)
-        return Program(f"def program(given):\n{body}\n", self.constants, self.recorder.shared)
-
-    def _result(self, i: int, piece: Piece | None) -> str:
-        """An output is no view, which its owner could not change in place, and is no view's base:
-        one that is saved for backward would hold the graph that holds it."""
-        if piece is None:
-            return "None"
-        name = self._variable(piece)
-        forms = {r.form for r in self.results if r is not None and r.region == piece.region}
-        alone = len(forms) == 1 and name == piece.region
-        return name if alone or i >= self.fresh else f"{name}.detach()"
-
-    def _wanted(self) -> dict[str, Form]:
-        """The form in which an allocation is first used as a tensor, if it is all of it."""
-        made = {s.region: s.form for s in self.recorder.steps if isinstance(s, Allocate)}
-        wanted: dict[str, Form] = {}
-        for piece in self._pieces():
-            form = made.get(piece.region)
-            if form is None or piece.region in wanted:
-                continue
-            whole = piece.form[3] == 0 and _dense(piece.form)
-            if whole and _numel(piece.form) == _numel(form):
-                wanted[piece.region] = piece.form
-        return wanted
-
-    def _pieces(self) -> Iterable[Piece]:
-        for step in self.recorder.steps:
-            if isinstance(step, Call):
-                found = (*_leaves(step.args), *_leaves(step.kwargs))
-                yield from (p for p in found if isinstance(p, Piece))
-        yield from (r for r in self.results if r is not None)
-
-    def _last_uses(self) -> dict[str, int]:
-        """The step after which a region is not needed, -1 for no step; results are for good."""
-        last = {f"i{i}": -1 for i in range(self.recorder.inputs)}
-        for i, step in enumerate(self.recorder.steps):
-            if isinstance(step, Allocate):
-                last[step.region] = i
-            elif isinstance(step, Launch):
-                last.update((a.region, i) for a in step.args if isinstance(a, Address))
-            else:
-                found = (*_leaves(step.args), *_leaves(step.kwargs))
-                last.update((p.region, i) for p in found if isinstance(p, Piece))
-                last.update((name, i) for name in step.makes)
-        for piece in self.results:
-            if piece is not None:
-                last[piece.region] = len(self.recorder.steps)
-        return last
-
-    def _free(self, i: int) -> None:
-        dead = {name for name, at in self.last.items() if at == i}
-        gone = [v for p, v in self.views.items() if p.region in dead]
-        if dead:
-            self.views = {p: v for p, v in self.views.items() if p.region not in dead}
-            self.lines.append(f"del {', '.join([*sorted(dead), *gone])}")
-
-    def _launch(self, step: Launch) -> None:
-        given = []
-        for a in step.args:
-            if isinstance(a, Constant):
-                given.append(self._constant(a.value))
-                continue
-            pointer = f"p_{a.region}"
-            if pointer not in self.pointers:
-                self.pointers.add(pointer)
-                self.lines.append(f"{pointer} = {a.region}.data_ptr()")
-            given.append(f"{pointer} + {a.offset}" if a.offset else pointer)
-        kernel = step.kernel
-        run, hooks, args = kernel.run, "None, None, None", ", ".join(given)
-        function, metadata = map(self._constant, (kernel.function, kernel.packed_metadata))
-        if _is_plain(run):
-            # Past the launcher's Python, which looks for scratch memory and finds none to make.
-            flags = f"{run.launch_cooperative_grid!r}, {run.launch_pdl!r}, None, None"
-            run, function = run.launch, f"{function}, {flags}"
-        self.lines.append(
-            f"{self._constant(run)}({step.programs}, 1, 1, stream, {function}, {metadata}, "
-            f"{hooks}, {args})"
-        )
-
-    def _call(self, step: Call) -> None:
-        args = [self._expression(a) for a in step.args]
-        args += [f"{k}={self._expression(v)}" for k, v in step.kwargs.items()]
-        function = _BOUND.get(step.function, step.function)
-        call = f"{self._constant(function)}({', '.join(args)})"
-        if step.makes:
-            self.lines.append(f"{', '.join(step.makes)} = {call}")
-        else:
-            self.lines.append(call)
-
-    def _expression(self, value: Any) -> str:
-        if isinstance(value, Piece):
-            return self._variable(value)
-        if isinstance(value, list):
-            return f"[{', '.join(self._expression(v) for v in value)}]"
-        return self._constant(value.value)
-
-    def _variable(self, piece: Piece) -> str:
-        """The variable that holds a piece: its region's, or a view's, made now."""
-        region, form = piece
-        base = self.forms[region]
-        if base == form:
-            return region
-        name = self.views.get(piece)
-        if name is None:
-            name = self.views[piece] = f"{region}_{len(self.views)}_{len(self.lines)}"
-            shape, strides, dtype, offset = form
-            view = region if dtype == base[2] else f"{region}.view({self._constant(dtype)})"
-            if (shape, strides, offset) != (base[0], base[1], 0):
-                where = f"{region}.storage_offset() + {offset}"
-                view = f"{view}.as_strided({shape}, {strides}, {where})"
-            self.lines.append(f"{name} = {view}")
-        return name
-
-    def _constant(self, value: Any) -> str:
-        if value is None or type(value) in (bool, int, str):  # an enum prints otherwise
-            return repr(value)
-        if type(value) is float:
-            return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
-        for name, known in self.constants.items():
-            if known is value:
-                return name
-        name = f"c{len(self.constants)}"
-        self.constants[name] = value
-        return name
-
-
-def _is_plain(run: Any) -> bool:
-    """Whether a launcher is one of Triton 3.6 without scratch memory, whose inner call is known."""
-    if not (env.triton_version() or "").startswith("3.6."):
-        return False
-    scratch = (getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile"))
-    return hasattr(run, "launch") and tuple(scratch) == (0, 0)
-
-
-def _numel(form: Form) -> int:
-    return int(torch.Size(form[0]).numel())
+    start, form = t.data_ptr(), _form(t)
+    return Region(name, start, start + bytes_of(form), form)

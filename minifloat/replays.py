@@ -20,7 +20,8 @@ from torch.nn import Parameter
 
 from . import env, library, programs
 from .programs import walk
-from .recorder import Program, Recorder
+from .recorder import Recorder
+from .writer import Program
 
 __all__ = ["Note", "backward", "forward"]
 

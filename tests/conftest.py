@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 
-from minifloat import recorder
+from minifloat import writer
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=500, print_blob=True)
@@ -46,8 +46,8 @@ ALLOCATORS = [
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
 ]
-if recorder._allocate is not None:
-    ALLOCATORS.append((recorder, "_allocate"))  # that of programs
+if writer._allocate is not None:
+    ALLOCATORS.append((writer, "_allocate"))  # that of programs
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from minifloat import recorder
+from minifloat import writer
 
 ONE_BYTE_FLOATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.complex64, *ONE_BYTE_FLOATS]
@@ -96,7 +96,7 @@ def test_function_transforms() -> None:
 
 @pytest.mark.gpu
 def test_what_programs_allocate_is_poisoned() -> None:
-    allocate = recorder._allocate
+    allocate = writer._allocate
     if allocate is None:
         pytest.skip("PyTorch has no such function")
     assert allocate((3, 5), (1, 3), torch.bfloat16).isnan().all()

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from minifloat import env, programs, recorder
+from minifloat import env, programs, writer
 from minifloat.formats import Cast
-from minifloat.recorder import Program, Recorder
+from minifloat.recorder import Recorder
+from minifloat.writer import Program
 
 CAST = Cast("fp8_e4m3")
 
@@ -33,7 +34,7 @@ def record(work: Any, *inputs: torch.Tensor | None) -> Program | None:
 
 
 def test_a_program_allocates_and_launches_with_new_addresses(monkeypatch: Any) -> None:
-    monkeypatch.setattr(recorder, "_stream", lambda index: "stream")
+    monkeypatch.setattr(writer, "_stream", lambda index: "stream")
     seen: list[Any] = []
     x, scale = torch.randn(4, 8), torch.ones(2)
 
@@ -185,7 +186,7 @@ def test_programs_that_are_gone_leave_nothing_behind() -> None:
 
 def test_an_output_is_no_base_of_what_is_saved(monkeypatch: Any) -> None:
     """A saved view of an output would keep the graph alive that keeps it."""
-    monkeypatch.setattr(recorder, "_stream", lambda index: "stream")
+    monkeypatch.setattr(writer, "_stream", lambda index: "stream")
     x = torch.randn(6)
     watching = Recorder([x])
     with watching:
@@ -245,7 +246,7 @@ def test_launches_go_to_the_device_of_their_tensors(monkeypatch: Any) -> None:
 
 
 def test_constants_of_any_type_are_written(monkeypatch: Any) -> None:
-    monkeypatch.setattr(recorder, "_stream", lambda index: "stream")
+    monkeypatch.setattr(writer, "_stream", lambda index: "stream")
 
     class Kind(IntEnum):
         ONE = 1

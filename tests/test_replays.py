@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minifloat
 from minifloat import env, experts, library, opaque, programs, replays, sums
-from minifloat.recorder import Program
+from minifloat.writer import Program
 
 
 @pytest.fixture(autouse=True)

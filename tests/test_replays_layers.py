@@ -14,7 +14,7 @@ from torch import Tensor
 
 import minifloat
 from minifloat import opaque, programs, recorder, replays
-from minifloat.recorder import Program
+from minifloat.writer import Program
 
 from .modules.cases import RECIPES
 

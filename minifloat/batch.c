@@ -1,0 +1,130 @@
+/* Steps of a recorded program in one call: launches of compiled kernels, and products by cuBLASLt.
+
+   A plan is an array of 64-bit words, as batch.py writes it. A reference is two of them, (argument,
+   number): the address given for that argument plus the number, or, where the argument is negative,
+   the number itself. Nothing of CUDA is included or linked: the functions are given by address. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { ADDRESSES = 256, PARAMETERS = 64, SCRATCH = 2 };
+enum { LAUNCH, PRODUCT };
+
+typedef int64_t word;
+typedef int (*launch_function)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                               unsigned, void *, void **, void **);
+typedef int (*context_getter)(void **);
+typedef int (*context_setter)(void *);
+typedef int (*attribute_setter)(void *, int, const void *, size_t);
+typedef int (*multiplier)(void *, void *, const void *, const void *, void *, const void *, void *,
+                          const void *, const void *, void *, void *, void *, const void *, void *,
+                          size_t, void *);
+
+static launch_function launch;
+static context_getter get_context;
+static context_setter set_context;
+static attribute_setter set_attribute;
+static multiplier multiply;
+/* A product's scales are attributes of its descriptor, which other threads may be using. */
+static pthread_mutex_t descriptors = PTHREAD_MUTEX_INITIALIZER;
+
+static inline word resolve(const word *reference, const word *addresses) {
+    return reference[0] < 0 ? reference[1] : addresses[reference[0]] + reference[1];
+}
+
+/* [function, grid, threads, shared memory, n, n references] */
+static int run_launch(const word **at, const word *addresses, void *stream) {
+    const word *w = *at;
+    word values[PARAMETERS + SCRATCH];
+    void *parameters[PARAMETERS + SCRATCH];
+    word n = w[4];
+    *at = w + 5 + 2 * n;
+    for (word i = 0; i < n + SCRATCH; i++) {
+        values[i] = i < n ? resolve(w + 5 + 2 * i, addresses) : 0;
+        parameters[i] = &values[i];
+    }
+    return launch((void *)w[0], (unsigned)w[1], 1, 1, (unsigned)w[2], 1, 1, (unsigned)w[3], stream,
+                  parameters, NULL);
+}
+
+/* [handle, descriptor, layouts of a, b, c, d, algorithm, references to a, b, d, n, n times
+   (attribute, reference)] */
+static int run_product(const word **at, const word *addresses, void *stream) {
+    static const float one = 1.0f, zero = 0.0f;
+    const word *w = *at;
+    word n = w[13];
+    int status = 0;
+    *at = w + 14 + 3 * n;
+    void *a = (void *)resolve(w + 7, addresses), *b = (void *)resolve(w + 9, addresses);
+    void *d = (void *)resolve(w + 11, addresses);
+    pthread_mutex_lock(&descriptors);
+    for (word i = 0; i < n && status == 0; i++) {
+        const word *attribute = w + 14 + 3 * i;
+        word address = resolve(attribute + 1, addresses);
+        status = set_attribute((void *)w[1], (int)attribute[0], &address, sizeof address);
+    }
+    if (status == 0)
+        status = multiply((void *)w[0], (void *)w[1], &one, a, (void *)w[2], b, (void *)w[3], &zero,
+                          d, (void *)w[4], d, (void *)w[5], (const void *)w[6], NULL, 0, stream);
+    pthread_mutex_unlock(&descriptors);
+    return status;
+}
+
+/* run(plan, context, stream, *addresses): a plan is its number of steps, then each with its kind. */
+static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    word addresses[ADDRESSES];
+    if (count < 3 || count - 3 > ADDRESSES || !PyBytes_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "run(plan, context, stream, *addresses)");
+        return NULL;
+    }
+    const word *at = (const word *)PyBytes_AS_STRING(args[0]);
+    void *wanted = PyLong_AsVoidPtr(args[1]), *stream = PyLong_AsVoidPtr(args[2]), *context = NULL;
+    for (Py_ssize_t i = 3; i < count; i++)
+        addresses[i - 3] = (word)PyLong_AsVoidPtr(args[i]);
+    if (PyErr_Occurred())
+        return NULL;
+    word steps = *at++, kind = LAUNCH, i = 0;
+    int status;
+    Py_BEGIN_ALLOW_THREADS;
+    /* A thread that has done nothing on the device has no context yet. */
+    status = get_context(&context);
+    if (status == 0 && context == NULL)
+        status = set_context(wanted);
+    for (; i < steps && status == 0; i++) {
+        kind = *at++;
+        status = kind == LAUNCH ? run_launch(&at, addresses, stream)
+                                : run_product(&at, addresses, stream);
+    }
+    Py_END_ALLOW_THREADS;
+    if (status != 0)
+        return PyErr_Format(PyExc_RuntimeError,
+                            "minifloat: step %lld of a recorded program failed: %s returned %d",
+                            (long long)i, kind == LAUNCH ? "the CUDA driver" : "cuBLASLt", status);
+    Py_RETURN_NONE;
+}
+
+/* bind(launch, get_context, set_context, set_attribute, multiply): addresses of functions. */
+static PyObject *bind(PyObject *self, PyObject *args) {
+    unsigned long long found[5];
+    if (!PyArg_ParseTuple(args, "KKKKK", found, found + 1, found + 2, found + 3, found + 4))
+        return NULL;
+    launch = (launch_function)(uintptr_t)found[0];
+    get_context = (context_getter)(uintptr_t)found[1];
+    set_context = (context_setter)(uintptr_t)found[2];
+    set_attribute = (attribute_setter)(uintptr_t)found[3];
+    multiply = (multiplier)(uintptr_t)found[4];
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, NULL},
+    {"bind", bind, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "minifloat_batch", NULL, -1, methods,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_minifloat_batch(void) { return PyModule_Create(&module); }

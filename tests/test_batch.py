@@ -1,0 +1,370 @@
+"""Batches without a GPU: functions of Python stand for the CUDA driver and cuBLASLt."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minifloat import batch, cublaslt, writer
+from minifloat.recorder import Recorder
+from minifloat.steps import Call, Constant, Piece
+from minifloat.writer import Program
+
+pytest.importorskip("triton")
+VOID, INT, UINT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+CUDA = torch.device("cuda", 0)
+CONTEXT = 77
+
+
+class Device:
+    """Stands for the CUDA driver and for cuBLASLt."""
+
+    def __init__(self, module: Any) -> None:
+        self.seen: list[Any] = []
+        self.context = 0
+        self.status = 0
+        self.parameters: list[str] = []  # types of the next launch's
+        self.work: Any = None  # what the next launch does with its parameters
+        functions = (
+            ctypes.CFUNCTYPE(INT, VOID, *(UINT,) * 7, VOID, VOID, VOID)(self.launch),
+            ctypes.CFUNCTYPE(INT, VOID)(self.get_context),
+            ctypes.CFUNCTYPE(INT, VOID)(self.set_context),
+            ctypes.CFUNCTYPE(INT, VOID, INT, VOID, SIZE)(self.set_attribute),
+            ctypes.CFUNCTYPE(INT, *(VOID,) * 14, SIZE, VOID)(self.multiply),
+        )
+        self.functions = functions  # held: C calls them
+        module.bind(*(ctypes.cast(f, VOID).value for f in functions))
+
+    def launch(self, function: int, *rest: Any) -> int:
+        *grid, shared, stream, parameters, extra = rest
+        found = ctypes.cast(parameters, ctypes.POINTER(VOID))
+        values = [
+            struct.unpack(f"<{kind}", ctypes.string_at(found[i], struct.calcsize(kind)))[0]
+            for i, kind in enumerate(self.parameters)
+        ]
+        self.seen.append((function, *grid, shared, stream, values))
+        if self.work is not None:
+            self.work(*values)
+        return self.status
+
+    def get_context(self, where: int) -> int:
+        ctypes.cast(where, ctypes.POINTER(VOID))[0] = self.context
+        return 0
+
+    def set_context(self, context: int) -> int:
+        self.seen.append(("context", context))
+        self.context = context
+        return 0
+
+    def set_attribute(self, descriptor: int, attribute: int, value: int, size: int) -> int:
+        address = ctypes.cast(value, ctypes.POINTER(ctypes.c_uint64))[0]
+        self.seen.append((descriptor, attribute, address, size))
+        return self.status
+
+    def multiply(self, *args: Any) -> int:
+        one, zero = (ctypes.cast(args[i], ctypes.POINTER(ctypes.c_float))[0] for i in (2, 7))
+        self.seen.append((*args[:2], one, *args[3:7], zero, *args[8:]))
+        return self.status
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    module = batch.build()
+    if module is None:
+        pytest.skip("nothing compiles C here")
+    made = Device(module)
+    monkeypatch.setattr(batch, "compiled", lambda: module)
+    monkeypatch.setattr(batch, "context", lambda: CONTEXT)
+    monkeypatch.setattr(writer, "_stream", lambda index: 5)
+    monkeypatch.setattr(writer, "_allocate", allocate)
+    return made
+
+
+def allocate(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def kernel(name: int, *kinds: str, **metadata: Any) -> Any:
+    """What Triton returns from a launch."""
+    signature = {f"a{i}": kind for i, kind in enumerate(kinds)}
+    own = {"num_warps": 4, "shared": 32, "num_ctas": 1, **metadata}
+    return SimpleNamespace(
+        function=name,
+        src=SimpleNamespace(signature=signature),
+        metadata=SimpleNamespace(**own),
+        packed_metadata="m",
+        run=None,
+    )
+
+
+def record(work: Any, *inputs: torch.Tensor) -> Program:
+    watching = Recorder(inputs)
+    with watching:
+        made = work(watching)
+    program = watching.program(made, CUDA)
+    assert program is not None, watching.why
+    return program
+
+
+def test_a_launch_gets_addresses_numbers_and_two_empty_ones(device: Device) -> None:
+    x = torch.randn(4, 8)
+    given = kernel(11, "*fp32", "constexpr", "*u8", "i32", "fp32", "i64", "constexpr")
+
+    def work(watching: Recorder) -> list[torch.Tensor]:
+        out = torch.empty((4, 8), dtype=torch.uint8)
+        watching.launch(given, 6, [x[1:], None, out, -3, 0.1, 1 << 40, True])
+        return [out]
+
+    program = record(work, x)
+    device.parameters = ["Q", "Q", "i", "f", "q", "Q", "Q"]
+    (made,) = program.run((x,))
+    (context, (function, *sizes, shared, stream, values)) = device.seen
+    assert context == ("context", CONTEXT)
+    assert (function, sizes, shared, stream) == (11, [6, 1, 1, 128, 1, 1], 32, 5)
+    near = struct.unpack("<f", struct.pack("<f", 0.1))[0]
+    assert values == [x.data_ptr() + 32, made.data_ptr(), -3, near, 1 << 40, 0, 0]
+    program.run((x,))
+    assert len(device.seen) == 3  # the thread has its context
+
+
+def test_buffers_of_a_batch_are_one_allocation(device: Device) -> None:
+    """What no result holds: parts that start at multiples of 256 bytes, and are not mixed up."""
+    x = torch.randn(16)
+    copy = kernel(1, "*fp32", "*fp32", "i32")
+
+    def work(watching: Recorder) -> list[torch.Tensor]:
+        first = torch.empty(16)
+        watching.launch(copy, 1, [x, first, 64])
+        second = torch.empty(16)
+        watching.launch(copy, 1, [first, second, 64])
+        out = torch.empty(16)
+        watching.launch(copy, 1, [second, out, 64])
+        return [out]
+
+    program = record(work, x)
+    assert program.source.count("allocate(") == 2 and program.source.count("stream, p") == 1
+    device.parameters = ["Q", "Q", "i"]
+    device.work = lambda a, b, n: ctypes.memmove(b, a, n)
+    other = torch.randn(16)
+    (made,) = program.run((other,))
+    assert torch.equal(made, other)
+    addresses = [call[-1][:2] for call in device.seen[1:]]
+    assert addresses[0][0] == other.data_ptr() and addresses[2][1] == made.data_ptr()
+    assert addresses[1][1] - addresses[1][0] == 256
+    assert addresses[0][1] == addresses[1][0] and addresses[1][1] == addresses[2][0]
+
+
+def test_operators_end_a_batch_and_see_what_it_made(device: Device) -> None:
+    x = torch.randn(16)
+    copy = kernel(1, "*fp32", "*fp32")
+
+    def work(watching: Recorder) -> list[torch.Tensor]:
+        first = torch.empty(16)
+        watching.launch(copy, 1, [x, first])
+        second = first.add(1.0)
+        out = torch.empty(16)
+        watching.launch(copy, 1, [second, out])
+        return [out]
+
+    program = record(work, x)
+    assert program.source.count("stream, p") == 2
+    device.parameters = ["Q", "Q"]
+    device.work = lambda a, b: ctypes.memmove(b, a, 64)
+    assert torch.equal(program.run((x,))[0], x + 1)
+
+
+def test_a_batch_ends_where_much_memory_dies(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be there for longer than without batches."""
+    x = torch.randn(16)
+    copy = kernel(1, "*fp32", "*fp32")
+
+    def work(watching: Recorder) -> list[torch.Tensor]:
+        first, out = torch.empty(16), torch.empty(16)
+        watching.launch(copy, 1, [x, first])
+        watching.launch(copy, 1, [first, out])
+        second = torch.empty(16)
+        watching.launch(copy, 1, [out, second])
+        watching.launch(copy, 1, [second, out])
+        return [out]
+
+    assert record(work, x).source.count("stream, p") == 1
+    monkeypatch.setattr(writer, "HELD", 64)
+    lines = [line.strip() for line in record(work, x).source.splitlines()]
+    runs = [i for i, line in enumerate(lines) if "stream, p" in line]
+    assert len(runs) == 2 or len(runs) == 3  # x dies with the first launch
+    assert lines[runs[-2] + 1].startswith("del t") and lines[runs[-1] + 1].startswith("del t")
+
+
+def test_what_only_triton_can_launch_stays_tritons(device: Device) -> None:
+    assert batch.launch_words(kernel(1, "*fp32"), 3, [("i0", 0)]) is not None
+    for wrong in (
+        {"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8},
+        {"launch_cooperative_grid": True},
+    ):  # fmt: skip
+        assert batch.launch_words(kernel(1, "*fp32", **wrong), 3, [("i0", 0)]) is None
+    assert batch.launch_words(kernel(1, "tensordesc<fp32[1]>"), 3, [("i0", 0)]) is None
+    assert batch.launch_words(kernel(1, "i1"), 3, [True]) is None
+    assert batch.launch_words(kernel(1, "*fp32"), 0, [("i0", 0)]) is None
+    assert batch.launch_words(kernel(1, "*fp32"), 3, [("i0", 0), 5]) is None
+    assert batch.launch_words(SimpleNamespace(function=1), 3, []) is None
+
+
+def test_an_error_names_the_step_and_who_returned_it(device: Device) -> None:
+    x = torch.randn(4)
+
+    def work(watching: Recorder) -> list[torch.Tensor]:
+        out = torch.empty(4)
+        watching.launch(kernel(1, "*fp32"), 1, [out])
+        return [out]
+
+    program = record(work, x)
+    device.status = 700
+    with pytest.raises(RuntimeError, match=r"step 1 of a recorded program.*driver returned 700"):
+        program.run((x,))
+    with pytest.raises(TypeError, match="run"):
+        batch.compiled().run("plan")
+
+
+class Library:
+    """cuBLASLt, as far as descriptions go: it notes what is made, set and destroyed."""
+
+    def __init__(self, workspace: int = 0, by_size: bool = False) -> None:
+        self.made: list[str] = []
+        self.attributes: dict[int, int] = {}
+        self.layouts: list[tuple[int, ...]] = []
+        self.workspace, self.by_size = workspace, by_size
+        self.offered = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self._call(name, *args) or 0
+
+    def _call(self, name: str, *args: Any) -> None:
+        kind = name.removeprefix("cublasLt")
+        if kind.endswith("Create"):
+            self.made.append(kind.removesuffix("Create"))
+            args[0]._obj.value = 1000 + len(self.made)
+        if kind.endswith("Destroy"):
+            self.made.remove(kind.removesuffix("Destroy"))
+        if kind == "MatrixLayoutCreate":
+            self.layouts.append(tuple(getattr(a, "value", a) for a in args[1:]))
+        if kind == "MatmulDescSetAttribute":
+            self.attributes[args[1]] = args[2]._obj.value
+        if kind == "MatmulPreferenceSetAttribute":
+            self.offered = args[2]._obj.value
+        if kind == "MatmulAlgoGetHeuristic":
+            result, count = args[-2]._obj, args[-1]._obj
+            result.algorithm[0] = self.offered if self.by_size else 7
+            result.workspace, count.value = self.workspace, 1
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(cublaslt, "_library", lambda: made)
+    monkeypatch.setattr(cublaslt, "_handle", lambda: VOID(99))
+    monkeypatch.setattr(cublaslt, "_tuned", lambda: False)
+    return made
+
+
+def call(fast: bool = True, bias: bool = False, n: int = 32) -> tuple[Call, dict[str, Any]]:
+    """y[8, n] = x[8, 64] w[n, 64]^T, as a recorder notes it."""
+    e4m3, half = torch.float8_e4m3fn, torch.bfloat16
+    one = ((1,), (1,), torch.float32, 0)
+    args = [
+        Piece("x", ((8, 64), (64, 1), e4m3, 0)),
+        Piece("w", ((64, n), (1, 80), torch.float8_e5m2, 16)),
+        Piece("sx", one),
+        Piece("sw", one),
+        Piece("b", ((n,), (1,), half, 0)) if bias else Constant(None),
+        Constant(None),
+        Constant(half),
+        Constant(fast),
+    ]
+    made = Call(torch.ops.aten._scaled_mm.default, args, {}, ("y",))
+    return made, {"y": ((8, n), (n, 1), half, 0)}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_described_as_pytorch_does(library: Library, bias: bool) -> None:
+    found = cublaslt.of_call(*call(bias=bias))
+    assert found is not None
+    words, owner = found
+    # Columns first: y^T[32, 8] = w x^T.
+    e4m3, e5m2, half = 28, 29, 14
+    expected = [(e5m2, 64, 32, 80), (e4m3, 64, 8, 64), (half, 32, 8, 32), (half, 32, 8, 32)]
+    assert library.layouts == expected
+    assert {library.attributes[k] for k in (3, 25)} == {1}
+    assert library.attributes[31] == library.attributes[32] == 0
+    assert (library.attributes.get(7), library.attributes.get(26)) == (
+        (4, 14) if bias else (None,) * 2
+    )
+    assert words[0] == 99 and words[6] == ctypes.addressof(owner.algorithm)
+    reads = [17, ("sw", 0), 18, ("sx", 0), *([8, ("b", 0)] if bias else [])]
+    assert words[7:] == [("w", 16), ("x", 0), ("y", 0), 2 + bias, *reads]
+    assert library.made == ["MatmulDesc", *["MatrixLayout"] * 4]
+    del found, owner, words
+    gc.collect()
+    assert library.made == []
+
+
+def test_scales_of_blocks_have_their_modes(library: Library) -> None:
+    e4m3 = torch.float8_e4m3fn
+    scale = ((8, 1), (1, 8), torch.float32, 0)
+    args = [
+        Piece("x", ((8, 128), (128, 1), e4m3, 0)), Piece("w", ((128, 32), (1, 128), e4m3, 0)),
+        [Piece("sx", scale)], [Constant(4)], [], [Piece("sw", scale)], [Constant(5)], [],
+        Constant(None), Constant(torch.bfloat16),
+    ]  # fmt: skip
+    made = Call(torch.ops.aten._scaled_mm_v2.default, args, {}, ("y",))
+    form = {"y": ((8, 32), (32, 1), torch.bfloat16, 0)}
+    assert cublaslt.of_call(made, form) is not None
+    assert (library.attributes[31], library.attributes[32]) == (5, 4)
+    assert library.attributes[25] == 0
+    rows = [*args[:3], [Constant(1)], *args[4:]]  # a scale for each row is not known here
+    assert cublaslt.of_call(made._replace(args=rows), form) is None
+    swizzled = [*args[:4], [Constant(1)], *args[5:]]
+    assert cublaslt.of_call(made._replace(args=swizzled), form) is None
+
+
+def test_products_that_are_not_told_apart_from_pytorchs_are_left_to_it(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, forms = call()
+    assert cublaslt.of_call(step, forms) is not None
+    x, w, sx, *rest = step.args
+    lines = sx._replace(form=((8, 1), (1, 1), torch.float32, 0))
+    turned = x._replace(form=((8, 64), (1, 8), torch.float8_e4m3fn, 0))
+    for args in ([x, w, lines, *rest], [turned, w, sx, *rest]):
+        assert cublaslt.of_call(step._replace(args=args), forms) is None
+    assert cublaslt.of_call(step._replace(function=torch.ops.aten.mm.default), forms) is None
+    wide = {"y": ((8, 32), (40, 1), torch.bfloat16, 0)}
+    assert cublaslt.of_call(step, wide) is None
+    for other in (Library(workspace=1), Library(by_size=True)):
+        monkeypatch.setattr(cublaslt, "_library", lambda other=other: other)
+        assert cublaslt.of_call(step, forms) is None
+    monkeypatch.setattr(cublaslt, "_library", lambda: library)
+    monkeypatch.setattr(cublaslt, "_tuned", lambda: True)
+    assert cublaslt.of_call(step, forms) is None
+
+
+def test_a_product_sets_its_scales_and_multiplies(device: Device, library: Library) -> None:
+    words, owner = cublaslt.of_call(*call())  # type: ignore[misc]
+    steps = batch.Steps()
+    steps.add(batch.PRODUCT, words)
+    where = {"w": 1 << 33, "x": 2 << 33, "y": 3 << 33, "sw": 4 << 33, "sx": 5 << 33}
+    batch.compiled().run(steps.plan, CONTEXT, 5, *(where[name] for name in steps.names))
+    _, one, two, product = device.seen
+    descriptor = words[1]
+    assert one == (descriptor, 17, where["sw"], 8) and two == (descriptor, 18, where["sx"], 8)
+    assert product[:2] == (99, descriptor) and (product[2], product[7]) == (1.0, 0.0)
+    y, algorithm = where["y"], ctypes.addressof(owner.algorithm)
+    assert product[3:7] == (where["w"] + 16, words[2], where["x"], words[3])
+    assert product[8:] == (y, words[4], y, words[5], algorithm, None, 0, 5)
