@@ -1,4 +1,5 @@
 /* Steps of a recorded program in one call: launches of compiled kernels, and products by cuBLASLt.
+   And the keys of programs, as programs.py makes them, in less time.
 
    A plan is an array of 64-bit words, as batch.py writes it. A reference is two of them, (argument,
    number): the address given for that argument plus the number, or, where the argument is negative,
@@ -106,6 +107,92 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+enum { PLAIN, TENSOR, SEVERAL, INTERNED, FOREIGN };
+
+static PyObject *get_device, *shape, *stride, *dtype, *data_ptr;
+
+/* Whether list takes a new reference, which may be NULL after an error. */
+static inline int append(PyObject *list, PyObject *item) {
+    int status = item == NULL ? -1 : PyList_Append(list, item);
+    Py_XDECREF(item);
+    return status == 0;
+}
+
+/* An integer that a method of an object returns; -1 with an error set, if it does not. */
+static int64_t ask(PyObject *object, PyObject *method) {
+    PyObject *found = PyObject_CallMethodNoArgs(object, method);
+    int64_t value = found == NULL ? -1 : (int64_t)PyLong_AsUnsignedLongLongMask(found);
+    Py_XDECREF(found);
+    return value;
+}
+
+/* 1: told, 0: of something that no key tells, -1: an error is set. programs.walk says it in Python. */
+static int tell(PyObject *parts, PyObject *part_of, PyObject *value, PyObject *key, PyObject *found,
+                long index) {
+    PyObject *items = PySequence_Fast(value, "walk: a tuple or a list is needed");
+    if (items == NULL)
+        return -1;
+    int status = 1;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items) && status == 1; i++) {
+        PyObject *v = PySequence_Fast_GET_ITEM(items, i), *kind = (PyObject *)Py_TYPE(v);
+        PyObject *part = PyDict_GetItemWithError(parts, kind), *made = NULL;
+        if (part == NULL && !PyErr_Occurred()) {
+            part = made = PyObject_CallOneArg(part_of, kind);
+            if (part != NULL && PyDict_SetItem(parts, kind, part) != 0)
+                part = NULL;
+        }
+        long what = part == NULL ? -1 : PyLong_AsLong(part);
+        Py_XDECREF(made);
+        status = -1;
+        if (what == PLAIN) {
+            status = PyList_Append(key, v) == 0 ? 1 : -1;
+        } else if (what == TENSOR) {
+            int64_t device = ask(v, get_device);
+            if (PyErr_Occurred())
+                break;
+            if (device != index) {
+                status = 0;
+            } else if (append(key, PyObject_GetAttr(v, shape)) &&
+                       append(key, PyObject_CallMethodNoArgs(v, stride)) &&
+                       append(key, PyObject_GetAttr(v, dtype))) {
+                int64_t address = ask(v, data_ptr);
+                if (!PyErr_Occurred())
+                    status = append(key, PyLong_FromLong((long)(address & 15))) &&
+                                     PyList_Append(found, v) == 0
+                                 ? 1
+                                 : -1;
+                else if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+                    PyErr_Clear(); /* no memory of its own: sparse, or of a transform */
+                    status = 0;
+                }
+            }
+        } else if (what == SEVERAL) {
+            Py_ssize_t size = PyObject_Size(v);
+            if (size >= 0 && PyList_Append(key, kind) == 0 && append(key, PyLong_FromSsize_t(size)))
+                status = tell(parts, part_of, v, key, found, index);
+        } else if (what == INTERNED) {
+            status = append(key, PyLong_FromVoidPtr(v)) ? 1 : -1;
+        } else if (what == FOREIGN) {
+            status = 0;
+        }
+    }
+    Py_DECREF(items);
+    return status;
+}
+
+/* walk(parts, part_of, value, key, found, index) */
+static PyObject *walk(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 6 || !PyDict_Check(args[0]) || !PyList_Check(args[3]) || !PyList_Check(args[4])) {
+        PyErr_SetString(PyExc_TypeError, "walk(parts, part_of, value, key, found, index)");
+        return NULL;
+    }
+    long index = PyLong_AsLong(args[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    int status = tell(args[0], args[1], args[2], args[3], args[4], index);
+    return status < 0 ? NULL : PyBool_FromLong(status);
+}
+
 /* bind(launch, get_context, set_context, set_attribute, multiply): addresses of functions. */
 static PyObject *bind(PyObject *self, PyObject *args) {
     unsigned long long found[5];
@@ -122,9 +209,17 @@ static PyObject *bind(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, NULL},
     {"bind", bind, METH_VARARGS, NULL},
+    {"walk", (PyCFunction)(void (*)(void))walk, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "minifloat_batch", NULL, -1, methods,
                                     NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit_minifloat_batch(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_minifloat_batch(void) {
+    get_device = PyUnicode_InternFromString("get_device");
+    shape = PyUnicode_InternFromString("shape");
+    stride = PyUnicode_InternFromString("stride");
+    dtype = PyUnicode_InternFromString("dtype");
+    data_ptr = PyUnicode_InternFromString("data_ptr");
+    return PyModule_Create(&module);
+}

@@ -4,6 +4,8 @@ Python and a dispatcher around each of them are most of what the host does for a
 a launch 4.8 us and a product by PyTorch 14 to 24. `batch.c` is compiled where it is first needed,
 by what compiles Triton's own launchers; where nothing does, programs do without.
 
+The same C tells what arguments are like, in less time than `programs` does.
+
 A plan is 64-bit words; `batch.c` says which. `Steps` are those of one plan, and references to
 memory are `(name, offset)`, of which a plan knows the order alone.
 """

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.nn import Parameter
 
-from . import env
+from . import batch, env
 from .opaque import Value
 from .recorder import Recorder
 from .writer import Program
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 _AS_IS = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device, type})
-_PLAIN, _TENSOR, _SEVERAL, _INTERNED, _FOREIGN = "plain", "tensor", "several", "interned", "foreign"
-_PARTS: dict[type, str] = {}  # `_part` of the types that were seen
+_PLAIN, _TENSOR, _SEVERAL, _INTERNED, _FOREIGN = range(5)  # as in batch.c
+_PARTS: dict[type, int] = {}  # `_part` of the types that were seen
 _local = threading.local()
 
 
@@ -98,14 +98,21 @@ def key(name: Hashable, tensors: Sequence[Tensor | None], *casts: Any) -> Hashab
 def walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
     """Append what `value` is made of: its tensors, and all a program depends on besides. False: of
     something that no key tells, or that is not on the device of this index."""
+    compiled = batch.compiled()
+    if compiled is None:
+        return _walk(value, key, found, index)
+    return compiled.walk(_PARTS, _part, value, key, found, index)  # type: ignore[no-any-return]
+
+
+def _walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
     for v in value:
         kind = type(v)
         part = _PARTS.get(kind)
         if part is None:
             part = _PARTS[kind] = _part(kind)
-        if part is _PLAIN:
+        if part == _PLAIN:
             key.append(v)
-        elif part is _TENSOR:
+        elif part == _TENSOR:
             if v.get_device() != index:
                 return False
             try:
@@ -113,18 +120,18 @@ def walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
             except RuntimeError:  # one without memory of its own: sparse, or of a transform
                 return False
             found.append(v)
-        elif part is _SEVERAL:
+        elif part == _SEVERAL:
             key += (kind, len(v))
-            if not walk(v, key, found, index):
+            if not _walk(v, key, found, index):
                 return False
-        elif part is _INTERNED:
+        elif part == _INTERNED:
             key.append(id(v))
         else:
             return False
     return True
 
 
-def _part(kind: type) -> str:
+def _part(kind: type) -> int:
     """What objects of this type are to a key."""
     if kind in _AS_IS:
         return _PLAIN

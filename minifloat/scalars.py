@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,10 @@ def advance(
     if not env.runs_kernels(history):
         return False
     inputs = (history, *scales, *amaxes)
-    of = programs.key(("advance", limits, recent), inputs)
+    key: list[Any] = ["advance", limits, recent, history.get_device()]
+    if not programs.walk(inputs, key, [], history.get_device()):
+        return False
+    of = tuple(key)
     if programs.again(of, inputs) is not None:
         return True
     from .kernels import delayed

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import struct
+import sys
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from minifloat import batch, cublaslt, writer
+from minifloat import batch, cublaslt, programs, writer
+from minifloat.formats import Cast, Operand
 from minifloat.recorder import Recorder
 from minifloat.steps import Call, Constant, Piece
 from minifloat.writer import Program
@@ -231,6 +234,63 @@ def test_an_error_names_the_step_and_who_returned_it(device: Device) -> None:
         program.run((x,))
     with pytest.raises(TypeError, match="run"):
         batch.compiled().run("plan")
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+TOLD: tuple[Any, ...] = (
+    (),
+    (1, True, 2.5, "a", None, torch.float8_e4m3fn, torch.device("cpu"), int),
+    (torch.empty(3, 4), [torch.empty(4, 3).t(), (torch.nn.Parameter(torch.empty(2)), None)], 7),
+    (torch.empty(9, dtype=torch.uint8)[3:], torch.empty(0, 5), torch.empty(())),
+    (Cast("fp8_e4m3"), (Cast("fp8_e4m3"), Cast("fp8_e5m2"))),
+    (Operand(torch.empty(2, 2), None, None, Cast("fp8_e4m3"), 2, False, 2), 5),
+    (1, Colour.RED),
+    (1, torch.empty(2, device="meta"), 2),
+    (torch.eye(3).to_sparse(), 1),
+    (1, object()),
+    (1, [2, {3: 4}]),
+)
+
+
+@pytest.mark.parametrize("value", TOLD, ids=range(len(TOLD)))
+@pytest.mark.parametrize("index", [-1, 0])
+def test_compiled_keys_are_those_of_python(value: Any, index: int) -> None:
+    module = batch.build()
+    if module is None:
+        pytest.skip("nothing compiles C here")
+    for _ in range(2):  # types that are new, and types that are known
+        key: list[Any] = []
+        found: list[Any] = []
+        told = module.walk(programs._PARTS, programs._part, value, key, found, index)
+        plain_key: list[Any] = []
+        plain_found: list[Any] = []
+        assert told is programs._walk(value, plain_key, plain_found, index)
+        if told:  # else nobody reads them
+            assert list(map(type, key)) == list(map(type, plain_key)) and key == plain_key
+            assert list(map(id, found)) == list(map(id, plain_found))
+
+
+def test_compiled_keys_pass_errors_on() -> None:
+    module = batch.build()
+    if module is None:
+        pytest.skip("nothing compiles C here")
+
+    def part_of(kind: type) -> int:
+        raise KeyError(kind)
+
+    with pytest.raises(KeyError):
+        module.walk({}, part_of, (1,), [], [], -1)
+    with pytest.raises(TypeError, match="tuple or a list"):
+        module.walk({}, part_of, 5, [], [], -1)
+    with pytest.raises(TypeError, match="walk"):
+        module.walk({}, part_of, (), (), [], -1)
+    before = sys.getrefcount(Colour)
+    for _ in range(100):
+        module.walk({}, lambda kind: 4, (Colour.RED,), [], [], -1)
+    assert sys.getrefcount(Colour) <= before + 2
 
 
 class Library:
