@@ -51,25 +51,26 @@ static int run_launch(const word **at, const word *addresses, void *stream) {
                   parameters, NULL);
 }
 
-/* [handle, descriptor, layouts of a, b, c, d, algorithm, references to a, b, d, n, n times
-   (attribute, reference)] */
+/* [handle, descriptor, layouts of a, b, c, d, algorithm, bytes of scratch, references to a, b, d and
+   scratch, n, n times (attribute, reference)] */
 static int run_product(const word **at, const word *addresses, void *stream) {
     static const float one = 1.0f, zero = 0.0f;
     const word *w = *at;
-    word n = w[13];
+    word n = w[16];
     int status = 0;
-    *at = w + 14 + 3 * n;
-    void *a = (void *)resolve(w + 7, addresses), *b = (void *)resolve(w + 9, addresses);
-    void *d = (void *)resolve(w + 11, addresses);
+    *at = w + 17 + 3 * n;
+    void *a = (void *)resolve(w + 8, addresses), *b = (void *)resolve(w + 10, addresses);
+    void *d = (void *)resolve(w + 12, addresses), *scratch = (void *)resolve(w + 14, addresses);
     pthread_mutex_lock(&descriptors);
     for (word i = 0; i < n && status == 0; i++) {
-        const word *attribute = w + 14 + 3 * i;
+        const word *attribute = w + 17 + 3 * i;
         word address = resolve(attribute + 1, addresses);
         status = set_attribute((void *)w[1], (int)attribute[0], &address, sizeof address);
     }
     if (status == 0)
         status = multiply((void *)w[0], (void *)w[1], &one, a, (void *)w[2], b, (void *)w[3], &zero,
-                          d, (void *)w[4], d, (void *)w[5], (const void *)w[6], NULL, 0, stream);
+                          d, (void *)w[4], d, (void *)w[5], (const void *)w[6], scratch,
+                          (size_t)w[7], stream);
     pthread_mutex_unlock(&descriptors);
     return status;
 }

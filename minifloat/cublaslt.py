@@ -2,10 +2,9 @@
 
     d[M, N] = a[M, K] b[N, K]^T    under scales of whole operands, or of their blocks
 
-PyTorch describes a product, and asks for an algorithm, at every call. Here both are done when a
-program is written; what runs is then the algorithm that PyTorch takes: the first that cuBLASLt
-proposes, if it is the same whatever memory it is offered, and needs none. Any other product stays
-PyTorch's.
+PyTorch describes a product, and asks for an algorithm, at every call, and takes the first that is
+proposed. Here both are done when a program is written, and `fastest` chooses among the algorithms.
+What cuBLASLt answers differently by the memory that it is offered stays PyTorch's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import env
+from . import env, fastest
 from .steps import Call, Constant, Form, Piece, numel
 
 __all__ = ["Operand", "Product", "of_call", "product"]
@@ -37,7 +36,8 @@ _TYPES = {
 # torch.nn.functional.ScalingType's values by cublasLtMatmulMatrixScale_t's: a tensor's scale, one
 # for 1x128, one for 128x128.
 _MODES = {0: 0, 4: 4, 5: 5}
-WORKSPACES = (0, 1 << 20, 32 << 20)  # what may be offered: PyTorch's depends on its settings
+WORKSPACES = (1 << 20, 32 << 20)  # what may be offered: PyTorch's depends on its settings
+MOST = 8  # algorithms that are asked for
 SOMEWHERE = 1 << 20  # an address for pointers that are not known yet; nobody reads it
 
 
@@ -67,6 +67,7 @@ class Product:
     """A described product. It owns cuBLASLt's objects: a plan that names them keeps it."""
 
     def __init__(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: bool) -> None:
+        self.a, self.b, self.dtype, self.fast, self.bias = a, b, dtype, fast, bias
         self._made: list[tuple[str, ctypes.c_void_p]] = []
         weakref.finalize(self, _destroy, self._made).atexit = False
         self._descriptor = self._make("MatmulDesc", COMPUTE_32F, R_32F)
@@ -80,21 +81,47 @@ class Product:
             self._set(EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
             self._set(BIAS_DATA_TYPE, ctypes.c_int32(_TYPES[dtype]))
             self.attributes.append(BIAS_POINTER)
-        for attribute in self.attributes:
-            self._set(attribute, ctypes.c_void_p(SOMEWHERE))
+        self.point([SOMEWHERE] * len(self.attributes))
         self._layouts = [
             self._make_layout(_TYPES[b.dtype], b.k, b.lines, b.stride),
             self._make_layout(_TYPES[a.dtype], a.k, a.lines, a.stride),
             *(self._make_layout(_TYPES[dtype], b.lines, a.lines, b.lines) for _ in range(2)),
         ]
-        self.algorithm = self._algorithm()
+        self.proposals = self._proposals()
+        self.chosen = 0
 
-    def words(self, a: Any, b: Any, d: Any, given: list[Any]) -> list[Any]:
+    @property
+    def scratch(self) -> int:
+        """Bytes that the chosen algorithm needs."""
+        return int(self.proposals[self.chosen].workspace)
+
+    def words(self, a: Any, b: Any, d: Any, scratch: Any, given: list[Any]) -> list[Any]:
         """Those of `batch.PRODUCT`, of references; `given`: to scales of b and of a, and a bias."""
-        assert self.algorithm is not None
         pairs = [x for pair in zip(self.attributes, given, strict=True) for x in pair]
-        objects = [o.value for o in (_handle(), self._descriptor, *self._layouts)]
-        return [*objects, ctypes.addressof(self.algorithm), b, a, d, len(given), *pairs]
+        algorithm = ctypes.addressof(self.proposals[self.chosen].algorithm)
+        operands = [algorithm, self.scratch, b, a, d, scratch if self.scratch else (0,)]
+        return [*self._objects(), *operands, len(given), *pairs]
+
+    def point(self, addresses: list[int]) -> None:
+        """Where scales of b and of a, and a bias, are."""
+        for attribute, address in zip(self.attributes, addresses, strict=True):
+            self._set(attribute, ctypes.c_void_p(address))
+
+    def run(self, i: int, a: int, b: int, d: int, scratch: int, stream: int) -> bool:
+        """Multiply by proposal i, now; whether it could. All are addresses."""
+        handle, descriptor, *layouts = (ctypes.c_void_p(o) for o in self._objects())
+        one, zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
+        found = self.proposals[i]
+        b_, a_, d_, scratch_, stream_ = (ctypes.c_void_p(p) for p in (b, a, d, scratch, stream))
+        status = _library().cublasLtMatmul(
+            handle, descriptor, one, b_, layouts[0], a_, layouts[1], zero, d_, layouts[2], d_,
+            layouts[3], ctypes.byref(found.algorithm), scratch_,
+            ctypes.c_size_t(found.workspace), stream_,
+        )  # fmt: skip
+        return bool(status == 0)
+
+    def _objects(self) -> list[Any]:
+        return [o.value for o in (_handle(), self._descriptor, *self._layouts)]
 
     def _make(self, kind: str, *args: Any) -> ctypes.c_void_p:
         made = ctypes.c_void_p()
@@ -110,20 +137,15 @@ class Product:
         set_ = _library().cublasLtMatmulDescSetAttribute
         _check(set_(self._descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
-    def _algorithm(self) -> Any:
-        """The first that is proposed, or None where that depends on the memory for it."""
-        first: Any = None
-        for size in WORKSPACES:
-            found = self._proposed(size)
-            if found is None or found.workspace > 0:
-                return None
-            if first is not None and bytes(first.algorithm) != bytes(found.algorithm):
-                return None
-            first = found
-        return first.algorithm
+    def _proposals(self) -> list[_Result]:
+        """The first is PyTorch's; none where that depends on the memory for it."""
+        few, many = (self._proposed(size) for size in WORKSPACES)
+        if not few or not many or bytes(few[0].algorithm) != bytes(many[0].algorithm):
+            return []
+        return few
 
-    def _proposed(self, workspace: int) -> _Result | None:
-        lib, found, count = _library(), _Result(), ctypes.c_int()
+    def _proposed(self, workspace: int) -> list[_Result]:
+        lib, found, count = _library(), (_Result * MOST)(), ctypes.c_int()
         preference = ctypes.c_void_p()
         _check(lib.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
         try:
@@ -134,12 +156,13 @@ class Product:
                 )
             )
             status = lib.cublasLtMatmulAlgoGetHeuristic(
-                _handle(), self._descriptor, *self._layouts, preference, 1,
+                _handle(), self._descriptor, *self._layouts, preference, MOST,
                 ctypes.byref(found), ctypes.byref(count),
             )  # fmt: skip
         finally:
             lib.cublasLtMatmulPreferenceDestroy(preference)
-        return found if status == 0 and count.value == 1 and found.state == 0 else None
+        made = [found[i] for i in range(count.value)] if status == 0 else []
+        return made if all(r.state == 0 for r in made) else []
 
 
 def _destroy(made: list[tuple[str, ctypes.c_void_p]]) -> None:
@@ -158,12 +181,15 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: bool) 
         made = Product(a, b, dtype, fast, bias)
     except RuntimeError:  # a pair that this version does not know
         return None
-    return made if made.algorithm is not None else None
+    return made if made.proposals else None
 
 
 # --------------------------------------------------------------------------- what PyTorch is asked
-def of_call(step: Call, forms: dict[str, Form]) -> tuple[list[Any], Product] | None:
-    """(words of `batch.PRODUCT` for a recorded call, what they point into), or None."""
+def of_call(step: Call, forms: dict[str, Form], scratch: str) -> tuple[list[Any], Product] | None:
+    """(words of `batch.PRODUCT` for a recorded call, what they point into), or None.
+
+    `scratch` is the name of memory that the product may need.
+    """
     order = _ORDERS.get(step.function)
     if order is None or step.kwargs or len(step.makes) != 1:
         return None
@@ -185,8 +211,10 @@ def of_call(step: Call, forms: dict[str, Form]) -> tuple[list[Any], Product] | N
     made = product(a, b, dtype, fast, bias is not None)
     if made is None:
         return None
+    made.chosen = fastest.choose(made)
     reads = [scales[1], scales[0], *([] if bias is None else [bias])]
-    return made.words(_at(x), _at(w), (step.makes[0], 0), [_at(r) for r in reads]), made
+    y = (step.makes[0], 0)
+    return made.words(_at(x), _at(w), y, (scratch, 0), [_at(r) for r in reads]), made
 
 
 # Arguments of PyTorch's products in their order; those at the end may be left out.

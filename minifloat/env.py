@@ -25,6 +25,7 @@ __all__ = [
     "shared_memory",
     "triton_available",
     "triton_version",
+    "tunes",
 ]
 
 
@@ -44,6 +45,12 @@ def advise() -> bool:
 def replays() -> bool:
     """MINIFLOAT_REPLAY=0 decides anew in every call what to launch: for debugging."""
     return os.environ.get("MINIFLOAT_REPLAY", "1") not in ("", "0")
+
+
+@cache
+def tunes() -> bool:
+    """MINIFLOAT_TUNE=0 takes the first algorithm that cuBLASLt proposes, as PyTorch does."""
+    return os.environ.get("MINIFLOAT_TUNE", "1") not in ("", "0")
 
 
 @cache

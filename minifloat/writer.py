@@ -99,7 +99,7 @@ class Writer:
         self.views: dict[Piece, str] = {}
         self.pointers: set[str] = set()
         self.uses = self._all_uses()
-        self.words = [self._words(s) for s in record.steps]
+        self.words = [self._words(i) for i in range(len(record.steps))]
         self.batches = self._all_batches()
         self.parts = self._all_parts()
         self.open: batch.Steps | None = None
@@ -116,9 +116,8 @@ class Writer:
             self.lines.append(f"stream = stream_of({self.constants['device'].index})")
         wanted = self._wanted()
         for i, step in enumerate(self.record.steps):
-            made = self._allocated(i)
-            if made is not None:
-                self._allocate(made, wanted.get(made, self.record.forms[made]))
+            for made in self._allocated(i):
+                self._allocate(made, wanted.get(made, self.forms[made]))
             if self.words[i] is not None:
                 self._batch(i)
             elif not isinstance(step, Allocate):
@@ -144,8 +143,8 @@ class Writer:
 
     def _wanted(self) -> dict[str, Form]:
         """The form in which an allocation is first used as a tensor, if it is all of it."""
-        found = (self._allocated(i) for i in range(len(self.record.steps)))
-        made = {name: self.record.forms[name] for name in found if name is not None}
+        steps = range(len(self.record.steps))
+        made = {name: self.forms[name] for i in steps for name in self._allocated(i)}
         wanted: dict[str, Form] = {}
         for piece in self._pieces():
             form = made.get(piece.region)
@@ -186,15 +185,15 @@ class Writer:
     def _last(self, name: str) -> int:
         return self.uses[name][-1] if self.uses[name] else -1
 
-    def _allocated(self, i: int) -> str | None:
-        """The region that the program allocates for step i, if anybody uses it."""
+    def _allocated(self, i: int) -> list[str]:
+        """The regions that the program allocates for step i, if anybody uses them."""
         step = self.record.steps[i]
-        name = None
+        names: tuple[str, ...] = ()
         if isinstance(step, Allocate):
-            name = step.region
+            names = (step.region,)
         elif isinstance(step, Call) and self.words[i] is not None:
-            name = step.makes[0]
-        return name if name is not None and self.uses[name] else None
+            names = (*step.makes, _scratch(i))
+        return [name for name in names if self.uses.get(name)]
 
     def _allocate(self, region: str, form: Form) -> None:
         if region in self.parts:
@@ -223,20 +222,26 @@ class Writer:
 
     def _large(self, i: int) -> bool:
         """Whether step i is the last to need much memory."""
-        dead = (n for n, f in self.record.forms.items() if self._last(n) == i)
-        return any(bytes_of(self.record.forms[n]) >= HELD for n in dead)
+        dead = (form for name, form in self.forms.items() if self._last(name) == i)
+        return any(bytes_of(form) >= HELD for form in dead)
 
     # ------------------------------------------------------------------------------------ batches
-    def _words(self, step: Any) -> tuple[int, list[Any], Any] | None:
-        """(kind, words, what they point into) of a step for `batch`, None where Python makes it."""
+    def _words(self, i: int) -> tuple[int, list[Any], Any] | None:
+        """(kind, words, what they point into) of step i for `batch`, None where Python makes it."""
+        step = self.record.steps[i]
         if not self.quick or isinstance(step, Allocate) or batch.compiled() is None:
             return None
         if isinstance(step, Launch):
             args = [(a.region, a.offset) if isinstance(a, Address) else a.value for a in step.args]
             words = batch.launch_words(step.kernel, step.programs, args)
             return None if words is None else (batch.LAUNCH, words, None)
-        found = cublaslt.of_call(step, self.record.forms)
-        return None if found is None else (batch.PRODUCT, *found)
+        found = cublaslt.of_call(step, self.record.forms, _scratch(i))
+        if found is None:
+            return None
+        if found[1].scratch > 0:
+            self.forms[_scratch(i)] = ((found[1].scratch,), (1,), torch.uint8, 0)
+            self.uses[_scratch(i)] = [i]
+        return batch.PRODUCT, *found
 
     def _all_batches(self) -> list[int | None]:
         """The batch of each step."""
@@ -257,19 +262,18 @@ class Writer:
         """(batch, offset) of regions that are parts of a batch's one allocation."""
         by_batch: dict[int, list[str]] = {}
         for i in range(len(self.record.steps)):
-            name = self._allocated(i)
-            if name is None or bytes_of(self.record.forms[name]) >= HELD:
-                continue
-            inside = {self.batches[u] if u < len(self.batches) else None for u in self.uses[name]}
-            (number,) = inside if len(inside) == 1 else (None,)
-            if number is not None:
-                by_batch.setdefault(number, []).append(name)
+            for name in self._allocated(i):
+                steps = self.uses[name]
+                inside = {self.batches[u] if u < len(self.batches) else None for u in steps}
+                (number,) = inside if len(inside) == 1 else (None,)
+                if number is not None and bytes_of(self.forms[name]) < HELD:
+                    by_batch.setdefault(number, []).append(name)
         parts: dict[str, tuple[int, int]] = {}
         for number, names in by_batch.items():
             at = 0
             for name in names if len(names) > 1 else ():
                 parts[name] = (number, at)
-                at += -(-bytes_of(self.record.forms[name]) // LINE) * LINE
+                at += -(-bytes_of(self.forms[name]) // LINE) * LINE
         return parts
 
     def _batch(self, i: int) -> None:
@@ -279,7 +283,7 @@ class Writer:
         if self.open is None:
             self.open = batch.Steps()
             ends = [
-                at + bytes_of(self.record.forms[name])
+                at + bytes_of(self.forms[name])
                 for name, (of, at) in self.parts.items()
                 if of == number
             ]
@@ -380,3 +384,8 @@ class Writer:
         name = f"c{len(self.constants)}"
         self.constants[name] = value
         return name
+
+
+def _scratch(i: int) -> str:
+    """The name of the memory that the product of step i needs besides."""
+    return f"s{i}"

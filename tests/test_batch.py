@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from minifloat import batch, cublaslt, programs, writer
+from minifloat import batch, cublaslt, env, fastest, programs, writer
 from minifloat.formats import Cast, Operand
 from minifloat.recorder import Recorder
-from minifloat.steps import Call, Constant, Piece
+from minifloat.steps import Call, Constant, Piece, Record
 from minifloat.writer import Program
 
 pytest.importorskip("triton")
@@ -321,8 +321,10 @@ class Library:
             self.offered = args[2]._obj.value
         if kind == "MatmulAlgoGetHeuristic":
             result, count = args[-2]._obj, args[-1]._obj
-            result.algorithm[0] = self.offered if self.by_size else 7
-            result.workspace, count.value = self.workspace, 1
+            for i in range(2):
+                result[i].algorithm[0] = self.offered if self.by_size else 7 + i
+                result[i].workspace = self.workspace
+            count.value = 2
 
 
 @pytest.fixture
@@ -331,12 +333,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(cublaslt, "_library", lambda: made)
     monkeypatch.setattr(cublaslt, "_handle", lambda: VOID(99))
     monkeypatch.setattr(cublaslt, "_tuned", lambda: False)
+    monkeypatch.setattr(fastest, "choose", lambda product: 0)
     return made
 
 
-def call(fast: bool = True, bias: bool = False, n: int = 32) -> tuple[Call, dict[str, Any]]:
-    """y[8, n] = x[8, 64] w[n, 64]^T, as a recorder notes it."""
-    e4m3, half = torch.float8_e4m3fn, torch.bfloat16
+Y = ((8, 32), (32, 1), torch.bfloat16, 0)
+
+
+def call(fast: bool = True, bias: bool = False) -> tuple[Call, dict[str, Any]]:
+    """y[8, 32] = x[8, 64] w[32, 64]^T, as a recorder notes it."""
+    n, e4m3, half = 32, torch.float8_e4m3fn, torch.bfloat16
     one = ((1,), (1,), torch.float32, 0)
     args = [
         Piece("x", ((8, 64), (64, 1), e4m3, 0)),
@@ -349,12 +355,12 @@ def call(fast: bool = True, bias: bool = False, n: int = 32) -> tuple[Call, dict
         Constant(fast),
     ]
     made = Call(torch.ops.aten._scaled_mm.default, args, {}, ("y",))
-    return made, {"y": ((8, n), (n, 1), half, 0)}
+    return made, {"y": Y}
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_is_described_as_pytorch_does(library: Library, bias: bool) -> None:
-    found = cublaslt.of_call(*call(bias=bias))
+    found = cublaslt.of_call(*call(bias=bias), "s")
     assert found is not None
     words, owner = found
     # Columns first: y^T[32, 8] = w x^T.
@@ -366,9 +372,9 @@ def test_a_product_is_described_as_pytorch_does(library: Library, bias: bool) ->
     assert (library.attributes.get(7), library.attributes.get(26)) == (
         (4, 14) if bias else (None,) * 2
     )
-    assert words[0] == 99 and words[6] == ctypes.addressof(owner.algorithm)
+    assert words[0] == 99 and words[6] == ctypes.addressof(owner.proposals[0].algorithm)
     reads = [17, ("sw", 0), 18, ("sx", 0), *([8, ("b", 0)] if bias else [])]
-    assert words[7:] == [("w", 16), ("x", 0), ("y", 0), 2 + bias, *reads]
+    assert words[7:] == [0, ("w", 16), ("x", 0), ("y", 0), (0,), 2 + bias, *reads]
     assert library.made == ["MatmulDesc", *["MatrixLayout"] * 4]
     del found, owner, words
     gc.collect()
@@ -385,38 +391,38 @@ def test_scales_of_blocks_have_their_modes(library: Library) -> None:
     ]  # fmt: skip
     made = Call(torch.ops.aten._scaled_mm_v2.default, args, {}, ("y",))
     form = {"y": ((8, 32), (32, 1), torch.bfloat16, 0)}
-    assert cublaslt.of_call(made, form) is not None
+    assert cublaslt.of_call(made, form, "s") is not None
     assert (library.attributes[31], library.attributes[32]) == (5, 4)
     assert library.attributes[25] == 0
     rows = [*args[:3], [Constant(1)], *args[4:]]  # a scale for each row is not known here
-    assert cublaslt.of_call(made._replace(args=rows), form) is None
+    assert cublaslt.of_call(made._replace(args=rows), form, "s") is None
     swizzled = [*args[:4], [Constant(1)], *args[5:]]
-    assert cublaslt.of_call(made._replace(args=swizzled), form) is None
+    assert cublaslt.of_call(made._replace(args=swizzled), form, "s") is None
 
 
 def test_products_that_are_not_told_apart_from_pytorchs_are_left_to_it(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, forms = call()
-    assert cublaslt.of_call(step, forms) is not None
+    assert cublaslt.of_call(step, forms, "s") is not None
     x, w, sx, *rest = step.args
     lines = sx._replace(form=((8, 1), (1, 1), torch.float32, 0))
     turned = x._replace(form=((8, 64), (1, 8), torch.float8_e4m3fn, 0))
     for args in ([x, w, lines, *rest], [turned, w, sx, *rest]):
-        assert cublaslt.of_call(step._replace(args=args), forms) is None
-    assert cublaslt.of_call(step._replace(function=torch.ops.aten.mm.default), forms) is None
+        assert cublaslt.of_call(step._replace(args=args), forms, "s") is None
+    assert cublaslt.of_call(step._replace(function=torch.ops.aten.mm.default), forms, "s") is None
     wide = {"y": ((8, 32), (40, 1), torch.bfloat16, 0)}
-    assert cublaslt.of_call(step, wide) is None
-    for other in (Library(workspace=1), Library(by_size=True)):
-        monkeypatch.setattr(cublaslt, "_library", lambda other=other: other)
-        assert cublaslt.of_call(step, forms) is None
+    assert cublaslt.of_call(step, wide, "s") is None
+    other = Library(by_size=True)  # PyTorch's would depend on the memory that it offers
+    monkeypatch.setattr(cublaslt, "_library", lambda: other)
+    assert cublaslt.of_call(step, forms, "s") is None
     monkeypatch.setattr(cublaslt, "_library", lambda: library)
     monkeypatch.setattr(cublaslt, "_tuned", lambda: True)
-    assert cublaslt.of_call(step, forms) is None
+    assert cublaslt.of_call(step, forms, "s") is None
 
 
 def test_a_product_sets_its_scales_and_multiplies(device: Device, library: Library) -> None:
-    words, owner = cublaslt.of_call(*call())  # type: ignore[misc]
+    words, owner = cublaslt.of_call(*call(), "s")  # type: ignore[misc]
     steps = batch.Steps()
     steps.add(batch.PRODUCT, words)
     where = {"w": 1 << 33, "x": 2 << 33, "y": 3 << 33, "sw": 4 << 33, "sx": 5 << 33}
@@ -425,6 +431,86 @@ def test_a_product_sets_its_scales_and_multiplies(device: Device, library: Libra
     descriptor = words[1]
     assert one == (descriptor, 17, where["sw"], 8) and two == (descriptor, 18, where["sx"], 8)
     assert product[:2] == (99, descriptor) and (product[2], product[7]) == (1.0, 0.0)
-    y, algorithm = where["y"], ctypes.addressof(owner.algorithm)
+    y, algorithm = where["y"], ctypes.addressof(owner.proposals[0].algorithm)
     assert product[3:7] == (where["w"] + 16, words[2], where["x"], words[3])
     assert product[8:] == (y, words[4], y, words[5], algorithm, None, 0, 5)
+
+
+def test_a_product_has_the_memory_that_its_algorithm_needs(
+    device: Device, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.workspace = 40
+    monkeypatch.setattr(fastest, "choose", lambda product: 1)
+    step, forms = call()
+    forms |= {piece.region: piece.form for piece in step.args if isinstance(piece, Piece)}
+    program = writer.Writer(Record([step], forms, 0, set()), [Piece("y", Y)], 1, CUDA, False)
+    assert program.forms["s0"] == ((40,), (1,), torch.uint8, 0)
+    assert program._allocated(0) == ["y", "s0"]
+    kind, words, owner = program.words[0]  # type: ignore[misc]
+    assert kind == batch.PRODUCT and words[7] == 40 and ("s0", 0) in words
+    assert words[6] == ctypes.addressof(owner.proposals[1].algorithm)
+
+
+class Trial:
+    """A product whose proposals write numbers, as far as `fastest` goes."""
+
+    def __init__(self, *made: float) -> None:
+        self.a = cublaslt.Operand(4, 8, 8, torch.float8_e4m3fn)
+        self.b = cublaslt.Operand(6, 8, 8, torch.float8_e5m2)
+        self.dtype, self.fast, self.bias = torch.bfloat16, True, False
+        self.proposals = [SimpleNamespace(workspace=0) for _ in made]
+        self.attributes = [17, 18]
+        self.made = made
+
+    def point(self, addresses: list[int]) -> None:
+        assert len(addresses) == 2
+
+    def run(self, i: int, a: int, b: int, d: int, scratch: int, stream: int) -> bool:
+        if self.made[i] < 0:
+            return False
+        if self.made[i] > 0:  # else it leaves what there was
+            out = torch.full((4, 6), self.made[i], dtype=torch.bfloat16)
+            ctypes.memmove(d, out.data_ptr(), 48)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("made", "times", "best"),
+    [
+        ((1.0, 1.0, 1.0), (1.0, 0.9, 0.8), 2),
+        ((1.0, 1.0, 2.0), (1.0, 0.9, 0.8), 1),  # other bits
+        ((1.0, 0.0, -1.0), (1.0, 0.9, 0.8), 0),  # nothing written, and an error
+        ((1.0, 1.0), (1.0, 0.995), 0),  # noise
+        ((-1.0, 1.0), (1.0, 0.5), 0),  # nothing to compare with
+    ],
+)
+def test_the_fastest_of_those_with_the_same_bits_is_taken(
+    monkeypatch: pytest.MonkeyPatch, made: Any, times: Any, best: int
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0), raising=False
+    )
+    monkeypatch.setattr(fastest, "_times", lambda alike, run: {i: times[i] for i in alike})
+    state = torch.get_rng_state()
+    assert fastest._fastest(Trial(*made), torch.device("cpu")) == best
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_product_is_tried_once_and_not_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    capturing = [True]
+    monkeypatch.setattr(fastest, "_CHOSEN", {})
+    monkeypatch.setattr(fastest, "_fits", lambda product: True)
+    monkeypatch.setattr(fastest, "_fastest", lambda product, device: tried.append(product) or 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    assert fastest.choose(Trial(1.0, 1.0)) == 0 and tried == []
+    capturing[0] = False
+    assert [fastest.choose(Trial(1.0, 1.0)) for _ in range(3)] == [1, 1, 1] and len(tried) == 1
+    assert fastest.choose(Trial(1.0)) == 0
+    wider = Trial(1.0, 1.0)
+    wider.b = wider.b._replace(lines=7)
+    monkeypatch.setattr(fastest, "LIMIT", 1)
+    assert fastest.choose(wider) == 0 and len(tried) == 1
+    monkeypatch.setattr(env, "tunes", lambda: False)
+    assert fastest.choose(Trial(1.0, 1.0)) == 0
