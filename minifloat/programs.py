@@ -29,6 +29,7 @@ __all__ = [
     "alone",
     "forbid",
     "key",
+    "may_record",
     "operator",
     "record",
     "recording",
@@ -46,6 +47,12 @@ _local = threading.local()
 def recording() -> Recorder | None:
     """The recorder that watches this thread."""
     return getattr(_local, "recorder", None)
+
+
+def may_record(device: torch.device) -> bool:
+    """Whether a program may be written now. Not while a stream is captured: what a product is asked
+    of cuBLASLt may take memory, and trials would be captured as well."""
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def forbid(why: str) -> None:
@@ -163,9 +170,9 @@ def replay(
         return ordinary()
     known = _PROGRAMS.get(of, "")
     made: list[Tensor]
-    if known is not None:
+    if known is not None or not may_record(x.device):
         made = ordinary()
-        if known == "":  # else not replayable, or not with these
+        if known == "":  # else not replayable, or not with these, or not now
             sight(_PROGRAMS, of)
         return made
     recorder = Recorder(inputs)
@@ -195,7 +202,7 @@ def operator(name: str, implementation: Callable[..., Any], args: tuple[Any, ...
     if isinstance(known, tuple) and known[0].fits(inputs):
         made = known[0].run(inputs)
         return made if known[1] is list else made[0] if made else None
-    if known is not None:
+    if known is not None or not may_record(x.device):
         made = implementation(*args)
         if known == "":
             sight(_OPERATORS, of)

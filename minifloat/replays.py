@@ -64,7 +64,7 @@ def forward(work: Any, data: Any, tensors: tuple[Any, ...]) -> tuple[Any, list[A
             made = program.run(inputs)
             out = made[0] if count < 0 else tuple(made[:count])
             return out, made[abs(count) :], Note(recorded.note, recorded, held)
-    elif recorded is None:
+    elif recorded is None and programs.may_record(tensors[0].device):
         return _record(work, data, tensors, of, held, inputs)
     outputs, saved, note = work.forward(data, tensors)
     if recorded == "":
@@ -110,7 +110,8 @@ def backward(
     if isinstance(program, Program) and program.fits(inputs):
         saved.clear()
         return tuple(program.run(inputs))
-    if program is not None or len(known) >= BACKWARDS:
+    late = program is not None or len(known) >= BACKWARDS
+    if late or not programs.may_record(recorded.device):
         del inputs
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
     recorder = Recorder(inputs)

@@ -50,7 +50,7 @@ _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # a program that runs. None where PyTorch has no such function.
 _allocate: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 # Bytes from which memory is not kept for longer than it is needed: a batch ends where it dies.
-HELD = 16 << 20
+HELD = 1 << 20
 LINE = 256  # bytes: where parts of an allocation start, as allocations do
 MOST = batch.ADDRESSES // 2  # regions of a batch
 
@@ -221,9 +221,10 @@ class Writer:
             self._flush()
 
     def _large(self, i: int) -> bool:
-        """Whether step i is the last to need much memory."""
-        dead = (form for name, form in self.forms.items() if self._last(name) == i)
-        return any(bytes_of(form) >= HELD for form in dead)
+        """Whether much memory dies with step i; arguments die where they are consumed."""
+        dead = (name for name in self.forms if self._last(name) == i)
+        own = (name for name in dead if self.consume or not name.startswith("i"))
+        return any(bytes_of(self.forms[name]) >= HELD for name in own)
 
     # ------------------------------------------------------------------------------------ batches
     def _words(self, i: int) -> tuple[int, list[Any], Any] | None:

@@ -106,11 +106,11 @@ def kernel(name: int, *kinds: str, **metadata: Any) -> Any:
     )
 
 
-def record(work: Any, *inputs: torch.Tensor) -> Program:
+def record(work: Any, *inputs: torch.Tensor, consume: bool = False) -> Program:
     watching = Recorder(inputs)
     with watching:
         made = work(watching)
-    program = watching.program(made, CUDA)
+    program = watching.program(made, CUDA, consume=consume)
     assert program is not None, watching.why
     return program
 
@@ -200,10 +200,11 @@ def test_a_batch_ends_where_much_memory_dies(
 
     assert record(work, x).source.count("stream, p") == 1
     monkeypatch.setattr(writer, "HELD", 64)
-    lines = [line.strip() for line in record(work, x).source.splitlines()]
-    runs = [i for i, line in enumerate(lines) if "stream, p" in line]
-    assert len(runs) == 2 or len(runs) == 3  # x dies with the first launch
-    assert lines[runs[-2] + 1].startswith("del t") and lines[runs[-1] + 1].startswith("del t")
+    for consume, count in ((False, 2), (True, 3)):  # x dies with the first launch, if at all
+        lines = [line.strip() for line in record(work, x, consume=consume).source.splitlines()]
+        runs = [i for i, line in enumerate(lines) if "stream, p" in line]
+        assert len(runs) == count
+        assert all(lines[i + 1].startswith("del ") for i in runs)
 
 
 def test_what_only_triton_can_launch_stays_tritons(device: Device) -> None:

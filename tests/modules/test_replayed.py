@@ -11,6 +11,7 @@ from torch import Tensor
 
 import minifloat
 from minifloat import programs, replays
+from minifloat.writer import Program
 
 from .cases import RECIPES
 
@@ -139,6 +140,69 @@ def test_replays_live_in_cuda_graphs_of_ones_own() -> None:
         y = step()
     graph.replay()
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+@pytest.mark.parametrize("shape", [(64, 160, 96), (16, 1024, 128), (2048, 768, 3072)], ids=str)
+def test_a_step_is_batches_with_the_bits_of_pytorchs_products(
+    shape: tuple[int, int, int], name: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches and products of FP8 need no Python; whichever algorithm is taken, bits are the
+    first one's."""
+    torch.manual_seed(0)
+    tokens, k, n = shape
+    layer = minifloat.Linear(k, n, bias=bias, params_dtype=BF16)
+    recipe = RECIPES[name]()
+    x = torch.randn(tokens, k, device="cuda", dtype=BF16, requires_grad=True)
+    grad = torch.randn(tokens, n, device="cuda", dtype=BF16)
+
+    def made() -> list[list[Tensor | None]]:
+        own, found = copy.deepcopy(layer), []
+        for _ in range(4):
+            own.zero_grad(set_to_none=True)
+            x.grad = None
+            with minifloat.autocast(recipe=recipe):
+                y = own(x)
+            y.backward(grad)
+            found.append([y.detach(), x.grad, *[p.grad for p in own.parameters()]])
+        return found
+
+    monkeypatch.setattr(replays, "_KINDS", {})
+    found = made()
+    (recorded,) = replays._KINDS.values()
+    assert isinstance(recorded, replays.Recorded)
+    for program in (recorded.program, *recorded.backward.values()):
+        assert isinstance(program, Program) and "stream, p" in program.source
+        called = list(map(id, program.run.__globals__.values()))
+        assert id(torch._scaled_mm) not in called and id(torch._scaled_mm_v2) not in called
+    monkeypatch.setattr(replays, "_kind", lambda *given: None)
+    for a, b in zip(found, made(), strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))  # type: ignore[arg-type]
+
+
+def test_nothing_is_recorded_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ordinary step, then a capture, with whatever algorithms PyTorch takes."""
+    monkeypatch.setattr(replays, "_KINDS", {})
+    torch.manual_seed(0)
+    layer, recipe = LAYERS["linear"](), RECIPES["current"]()
+    x = torch.randn(80, 160, device="cuda", dtype=BF16, requires_grad=True)
+
+    def step() -> Tensor:
+        with minifloat.autocast(recipe=recipe):
+            y: Tensor = layer(x)
+        y.sum().backward()
+        return y
+
+    expected = step().detach().clone()
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    graph.replay()
+    assert torch.equal(y, expected)
+    assert list(replays._KINDS.values()) == [None]
 
 
 def test_memory_dies_as_in_the_ordinary_code(monkeypatch: pytest.MonkeyPatch) -> None:
