@@ -20,7 +20,7 @@ from typing import Any
 
 from . import env
 
-__all__ = ["Steps", "build", "compiled", "context", "launch_words"]
+__all__ = ["Steps", "build", "compiled", "context", "launch_words", "state"]
 
 LAUNCH, PRODUCT = 0, 1  # as in batch.c
 PARAMETERS, ADDRESSES = 64, 256
@@ -105,37 +105,44 @@ def _encoded(kind: Any, arg: Any) -> tuple[Any, ...] | None:
 
 @cache
 def build() -> Any:
-    """The compiled `batch.c`, or None where nothing compiles it."""
-    try:
-        from triton.runtime.build import compile_module_from_src
-    except ImportError:
-        return None
+    """The compiled `batch.c`; an error says why there is none."""
+    from triton.runtime.build import compile_module_from_src
+
     source = (Path(__file__).parent / "batch.c").read_text(encoding="utf-8")
-    try:
-        return compile_module_from_src(src=source, name="minifloat_batch")
-    except Exception:  # no compiler, no headers, a cache that cannot be written: programs are as
-        return None  # right without it, and `minifloat doctor` tells
+    return compile_module_from_src(src=source, name="minifloat_batch")
+
+
+def compiled() -> Any:
+    """`batch.c`, compiled and bound to this process's CUDA; None: programs do without."""
+    return _bound()[0]
+
+
+def state() -> str:
+    """Whether there are batches, for `minifloat doctor`."""
+    return _bound()[1]
 
 
 @cache
-def compiled() -> Any:
-    """`batch.c`, compiled and bound to this process's CUDA; None: programs do without."""
-    if not (env.triton_version() or "").startswith(KNOWN):
-        return None
+def _bound() -> tuple[Any, str]:
+    version = env.triton_version()
+    if not (version or "").startswith(KNOWN):
+        return None, f"none: Triton {version} is none of those whose launches are known"
     driver, product = _library("libcuda.so.1"), _library(env.cublaslt())
     if driver is None or product is None:
-        return None
-    made = build()
-    if made is not None:
-        functions = (
-            driver.cuLaunchKernel,
-            driver.cuCtxGetCurrent,
-            driver.cuCtxSetCurrent,
-            product.cublasLtMatmulDescSetAttribute,
-            product.cublasLtMatmul,
-        )
-        made.bind(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions))
-    return made
+        return None, "none: no CUDA"
+    try:
+        made = build()
+    except Exception as error:  # no compiler, no headers, a cache that cannot be written: programs
+        return None, f"none: {type(error).__name__}: {error}"  # are as right without batches
+    functions = (
+        driver.cuLaunchKernel,
+        driver.cuCtxGetCurrent,
+        driver.cuCtxSetCurrent,
+        product.cublasLtMatmulDescSetAttribute,
+        product.cublasLtMatmul,
+    )
+    made.bind(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions))
+    return made, "launches and products of a recorded step in one call"
 
 
 def _library(name: str | None) -> Any:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import casting, env, rates, recipe
+from . import batch, casting, env, rates, recipe
 from ._version import __version__
 from .formats import FORMATS
 from .module import HIGH_PLAN
@@ -105,6 +105,7 @@ def report(device: torch.device | None = None) -> str:
         f"  triton   {env.triton_version() or 'not installed (kernels need it; CPU does not)'}",
         f"  device   {env.device_name(device)}" + (f" (sm_{capability})" if capability else ""),
         f"  formats  {', '.join(FORMATS)}",
+        *([f"  batches  {batch.state()}"] if device.type == "cuda" else []),
         "",
     ]
     table = [Row("recipe", "step", "backend", "why"), *rows(device), *expert_rows(device)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import shutil
 import struct
 import sys
 from enum import IntEnum
@@ -23,6 +24,12 @@ pytest.importorskip("triton")
 VOID, INT, UINT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 CUDA = torch.device("cuda", 0)
 CONTEXT = 77
+
+
+def built() -> Any:
+    if shutil.which("gcc") is None and shutil.which("clang") is None:
+        pytest.skip("nothing compiles C here")
+    return batch.build()
 
 
 class Device:
@@ -78,9 +85,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    module = batch.build()
-    if module is None:
-        pytest.skip("nothing compiles C here")
+    module = built()
     made = Device(module)
     monkeypatch.setattr(batch, "compiled", lambda: module)
     monkeypatch.setattr(batch, "context", lambda: CONTEXT)
@@ -259,9 +264,7 @@ TOLD: tuple[Any, ...] = (
 @pytest.mark.parametrize("value", TOLD, ids=range(len(TOLD)))
 @pytest.mark.parametrize("index", [-1, 0])
 def test_compiled_keys_are_those_of_python(value: Any, index: int) -> None:
-    module = batch.build()
-    if module is None:
-        pytest.skip("nothing compiles C here")
+    module = built()
     for _ in range(2):  # types that are new, and types that are known
         key: list[Any] = []
         found: list[Any] = []
@@ -275,9 +278,7 @@ def test_compiled_keys_are_those_of_python(value: Any, index: int) -> None:
 
 
 def test_compiled_keys_pass_errors_on() -> None:
-    module = batch.build()
-    if module is None:
-        pytest.skip("nothing compiles C here")
+    module = built()
 
     def part_of(kind: type) -> int:
         raise KeyError(kind)
@@ -515,3 +516,24 @@ def test_a_product_is_tried_once_and_not_in_a_capture(monkeypatch: pytest.Monkey
     assert fastest.choose(wider) == 0 and len(tried) == 1
     monkeypatch.setattr(env, "tunes", lambda: False)
     assert fastest.choose(Trial(1.0, 1.0)) == 0
+
+
+def test_without_a_compiler_there_are_no_batches_and_doctor_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(env, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(batch, "_library", lambda name: SimpleNamespace())
+    monkeypatch.setattr(batch, "build", fails)
+    batch._bound.cache_clear()
+    assert batch.compiled() is None and "RuntimeError: no compiler" in batch.state()
+    monkeypatch.setattr(batch, "_library", lambda name: None)
+    batch._bound.cache_clear()
+    assert batch.compiled() is None and "no CUDA" in batch.state()
+    monkeypatch.setattr(env, "triton_version", lambda: "9.9.0")
+    batch._bound.cache_clear()
+    assert batch.compiled() is None and "9.9.0" in batch.state()
+    monkeypatch.undo()
+    batch._bound.cache_clear()
