@@ -48,7 +48,8 @@ def test_contents(wheel: Path) -> None:
         names = set(archive.namelist())
     shipped = {p.relative_to(ROOT).as_posix() for p in (ROOT / "minifloat").rglob("*.py")}
     assert shipped <= names
-    assert "minifloat/py.typed" in names
+    assert {"minifloat/py.typed", "minifloat/batch.c"} <= names
+    assert {"minifloat/py.typed", "minifloat/batch.c"} <= names
     assert not [n for n in names if n.startswith("tests")]
     assert any(n.endswith("/LICENSE") for n in names)
 
