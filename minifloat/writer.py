@@ -103,6 +103,7 @@ class Writer:
         self.batches = self._all_batches()
         self.parts = self._all_parts()
         self.open: batch.Steps | None = None
+        self.number: int | None = None  # of the batch that was opened last
         self.ended: list[str] = []  # variables that end with the batch that is open
 
     def program(self) -> Program:
@@ -281,8 +282,10 @@ class Writer:
         """Step i, to be made with its neighbours."""
         number, words = self.batches[i], self.words[i]
         assert words is not None
+        if number != self.number:
+            self._flush()
         if self.open is None:
-            self.open = batch.Steps()
+            self.open, self.number = batch.Steps(), number
             ends = [
                 at + bytes_of(self.forms[name])
                 for name, (of, at) in self.parts.items()

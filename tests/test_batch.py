@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import shutil
 import struct
 import sys
@@ -166,6 +167,27 @@ def test_buffers_of_a_batch_are_one_allocation(device: Device) -> None:
     assert addresses[0][0] == other.data_ptr() and addresses[2][1] == made.data_ptr()
     assert addresses[1][1] - addresses[1][0] == 256
     assert addresses[0][1] == addresses[1][0] and addresses[1][1] == addresses[2][0]
+
+
+def test_a_batch_takes_so_many_addresses(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one has an allocation of its own."""
+    copy = kernel(1, "*fp32", "*fp32", "i32")
+
+    def work(watching: Recorder) -> list[torch.Tensor]:
+        memory = [torch.empty(16) for _ in range(8)]
+        watching.launch(copy, 1, [x, memory[0], 64])
+        for a, b in itertools.pairwise(memory):
+            watching.launch(copy, 1, [a, b, 64])
+        return memory[-1:]
+
+    x = torch.randn(16)
+    monkeypatch.setattr(writer, "MOST", 3)
+    program = record(work, x)
+    assert program.source.count("stream, p") == 3 and program.source.count("p_part = ") == 2
+    device.parameters = ["Q", "Q", "i"]
+    device.work = lambda a, b, n: ctypes.memmove(b, a, n)
+    other = torch.randn(16)
+    assert torch.equal(program.run((other,))[0], other)
 
 
 def test_operators_end_a_batch_and_see_what_it_made(device: Device) -> None:
