@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..autograd import run
 from ..recipe.autocast import STATE
-from ..recipe.replay import Entry, tapes
+from ..recipe.replay import replayed
 from .basic_operation import BasicOperation
 from .fused_operation import FusedOperation
 from .fusible import FusibleOperation
@@ -341,14 +341,7 @@ def _run(pipeline: Pipeline, call: Call, tensors: tuple[Any, ...], shield: str =
 
 def _recipe() -> Any:
     """The recipe in force; in a recompute, the first run's, so that the same operations fuse."""
-    if torch.compiler.is_compiling():
-        return STATE.recipe
-    new, old = tapes()
-    if old is not None:
-        return old.replay().plan
-    for tape in new:
-        tape.record(Entry(STATE.recipe, None, None))
-    return STATE.recipe
+    return STATE.recipe if torch.compiler.is_compiling() else replayed(STATE.recipe)
 
 
 def _expanded(ops: Sequence[FusibleOperation]) -> list[Any]:
