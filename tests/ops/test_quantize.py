@@ -13,6 +13,7 @@ from torch import Tensor
 import minifloat
 from minifloat import ops
 from minifloat import recipe as recipes
+from minifloat.recipe.factories import current_scaling_factory
 
 from .cases import assert_same, compiled_like_eager, step
 
@@ -51,6 +52,21 @@ def test_the_scale_of_the_gradient_follows_it() -> None:
     state = model[0].delayed
     assert state.scale_grad_input.item() == pytest.approx(57344 / 2e-6)
     assert state.amax_grad_input.item() == 0.0
+
+
+def test_get_quantizer_is_what_quantizes() -> None:
+    op = ops.Quantize(forward=True, backward=True)
+    for recipe in (DELAYED, recipes.CustomRecipe(qfactory=current_scaling_factory)):
+        x = torch.randn(32, 32, requires_grad=True)
+        with minifloat.autocast(recipe=recipe):
+            y = op(x)
+        y.dequantize().sum().backward()
+        for mode, made in (("forward", y), ("backward", x.grad)):
+            assert made._quantizer.dtype == op.get_quantizer(mode, 0).dtype, mode
+        assert x.grad._quantizer.dtype == minifloat.DType.kFloat8E5M2
+        if recipe is DELAYED:
+            assert op.get_quantizer("forward", 0).scale is op.delayed.scale_output
+            assert op.get_quantizer("backward", 0).amax is op.delayed.amax_grad_input
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

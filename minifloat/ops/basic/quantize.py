@@ -18,6 +18,7 @@ from ...producers import activation_gradient
 from ...recipe.autocast import STATE
 from ...recipe.delayed import DelayedState, update
 from ...recipe.plan import Plan
+from ...recipe.roles import QuantizerRole
 from ...sums import column_sums
 from ...tensors import QuantizedTensorStorage
 from ..context import OperationContext
@@ -37,10 +38,20 @@ class Quantize(QuantizedOperation):
     """
 
     _slot_counts = {"forward": 1, "backward": 1}
+    # It casts where a linear layer casts what it hands out, as those cast who read that.
+    _live_slots = {"forward": ("output",), "backward": ("grad_input",)}
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__(default_device(None))
         self._quantize_forward, self._quantize_backward = forward, backward
+
+    def get_quantizer_roles(
+        self, mode: str | None = None, *, fwd: bool = True, num_quantizers: int | None = None
+    ) -> list[QuantizerRole | None] | None:
+        """Its one role in a mode; with `num_quantizers`, as the last of a linear layer's slots."""
+        made = super().get_quantizer_roles(mode, fwd=fwd)
+        assert made is not None
+        return [*[None for _ in range((num_quantizers or 1) - 1)], *made]
 
     def begin(
         self,
