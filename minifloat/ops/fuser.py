@@ -213,6 +213,13 @@ class OperationFuser:
 
     def _prepare(self, recipe: Any, start: int, stop: int, requires_grad: bool) -> None:
         ops = self._basic_ops[start:stop]
+        for i, op in enumerate(ops):
+            if "parametrizations" in op._modules:
+                raise NotImplementedError(
+                    f"{position(self._basic_ops, start + i)}: it has parametrizations "
+                    "(torch.nn.utils.parametrize), through which an operation passes no gradient; "
+                    "remove them, or use the module of minifloat"
+                )
         if not torch.compiler.is_compiling():
             for op in ops:
                 if op._recipe is not recipe:  # another fuser may have run it since

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 
 import minifloat
 from minifloat import ops
@@ -602,3 +603,16 @@ def test_a_users_roles_reach_the_factory() -> None:
     with minifloat.autocast(recipe=recipe):
         Named()(torch.randn(8, 32, requires_grad=True)).sum().backward()
     assert seen == [minifloat.QuantizerRole("mine", mode, "r") for mode in ("forward", "backward")]
+
+
+class Symmetric(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + weight.t()
+
+
+def test_a_parametrization_is_refused() -> None:
+    """The gradient of what it makes would pass for that of the parameter."""
+    model = ops.Sequential(ops.GELU(), ops.BasicLinear(8, 8))
+    torch.nn.utils.parametrize.register_parametrization(model[1], "weight", Symmetric())
+    with pytest.raises(NotImplementedError, match=r"BasicLinear \(op 1 of 2\): .*parametriz"):
+        model(torch.randn(4, 8))
