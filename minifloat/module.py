@@ -19,7 +19,7 @@ from .recipe.autocast import STATE, note, settle
 from .recipe.base import Recipe, check_recipe
 from .recipe.delayed import BACKWARD, FORWARD, DelayedState, Slots, update
 from .recipe.plan import Plan
-from .recipe.replay import Entry, tapes, unseen
+from .recipe.replay import Entry, replayed, tapes, unseen
 from .recipe.roles import QuantizerRole
 from .tensors import QuantizedTensorStorage
 
@@ -131,6 +131,8 @@ class Module(nn.Module):
         outermost autocast updates on leaving; eager only.
         """
         recipe = STATE.recipe if STATE.depth else self.recipe
+        if not torch.compiler.is_compiling():
+            recipe = replayed(recipe)
         if recipe is None:
             return {"scaling_fwd": [], "scaling_bwd": []}
         forward, backward = recipe.quantizers(*self._roles(recipe))
@@ -144,15 +146,32 @@ class Module(nn.Module):
                 f"{self._where()}: quantizers with delayed scaling inside torch.compile: a graph "
                 "cannot hold a scale that is live; use current scaling"
             )
-        plan = self._begin().plan  # and the note for autocast
+        begun = self._begin()  # and the note for autocast
         found = []
         for slots, of in zip((FORWARD, BACKWARD), made, strict=True):
             pairs = zip(slots, of, strict=True)
-            found.append([self._live(s, plan) if q is None else q for s, q in pairs])
+            found.append(
+                [
+                    self._live(s, begun)._with_usages(True, True) if q is None else q
+                    for s, q in pairs
+                ]
+            )
         return {"scaling_fwd": found[0], "scaling_bwd": found[1]}
 
-    def _live(self, slot: str, plan: Plan) -> Any:
-        return self.delayed.quantizer(slot, plan)._with_usages(True, True)
+    def _live(self, slot: str, begun: Begun) -> Any:
+        """A quantizer by a slot's live scale; of what a recompute casts again by forward's, which
+        has recorded the amax."""
+        made = self.delayed.quantizer(slot, begun.plan)
+        entry = begun.entry
+        if entry is None or slot in BACKWARD:
+            return made
+        at = FORWARD.index(slot)
+        with unseen(True):
+            if begun.replays:
+                made.scale, made.amax = entry.scales[at], made.amax.clone()
+            elif entry.scales[at] is None:
+                entry.scales[at] = made.scale.clone()
+        return made
 
     # ------------------------------------------------------------------------- start of forward
     def _begin(self, refuse: Callable[[Plan], None] | None = None) -> Begun:
@@ -201,7 +220,7 @@ class Module(nn.Module):
             w = None if entry.scales[1] is None else (entry.scales[1], None)
         elif entry is not None:
             with unseen(True):
-                entry.scales = [None if s is None else s[0].clone() for s in (x, w)]
+                entry.scales = [None if s is None else s[0].clone() for s in (x, w, None)]
         elif library.traced():
             # The scales move on before backward, where a graph would read them again.
             w = None if w is None else (scalars.snapshot(w[0]), w[1])

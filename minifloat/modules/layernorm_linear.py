@@ -158,14 +158,14 @@ class LayerNormLinear(Weighted, Normed):
         links = (*links, self._norm_link(inp, plan, lazy), *self._tapped(inner))
         params = (self.layer_norm_weight, self.layer_norm_bias, weight, fused)
         y = run(links, inp, params, True in needs)
-        self._end(begun)
         ln_out = None
         if self.return_layernorm_output:
             y, ln_out = y
         if begun.calibration is not None:
             self._calibrate_normed(inp, weight, begun)
         if fp8_output:
-            y = self._output_quantizer(plan, y.requires_grad).quantize(y)
+            y = self._output_quantizer(begun, y.requires_grad).quantize(y)
+        self._end(begun)
         extra = (*((bias,) if self.return_bias else ()), *(() if ln_out is None else (ln_out,)))
         return (y, *extra) if extra else y
 

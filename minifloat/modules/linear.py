@@ -142,9 +142,9 @@ class Linear(Weighted, nn.Linear):
         )
         call = self._call(begun, needs, inp, weight, owners, first, fp8_grad)
         y = run(self._links(call, inp.shape), inp, (weight, fused), True in needs)
-        self._end(begun)
         if self.apply_bias and row and bias is not None:
             y = y + bias
         if fp8_output:
-            y = self._output_quantizer(plan, y.requires_grad).quantize(y)
+            y = self._output_quantizer(begun, y.requires_grad).quantize(y)
+        self._end(begun)
         return (y, bias) if self.return_bias else y

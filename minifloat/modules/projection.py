@@ -232,7 +232,7 @@ class Projection(CachesWeight):
             *self._main_grad(weight, owners, first),
             self._seed(plan, inp, fp8_grad),
             self._saves_input(plan),
-            self._grad_input_quantizer(plan, fp8_grad),
+            self._grad_input_quantizer(begun, fp8_grad),
             self.wgrad_store.put if self._defers(needs[1]) else None,
             counts=self._counts,
             probe=self._probe,
@@ -390,19 +390,19 @@ class Projection(CachesWeight):
             return False
         return True
 
-    def _output_quantizer(self, plan: Any, trains: bool) -> Any:
-        made = self._boundary(plan, plan.output, plan.delayed[2], "output", "fp8_output")
+    def _output_quantizer(self, begun: Begun, trains: bool) -> Any:
+        made = self._boundary(begun, begun.plan.output, begun.plan.delayed[2], "output")
         # The next layer's weight gradient multiplies the column copy.
         return made._with_usages(True, True) if trains else made
 
-    def _grad_input_quantizer(self, plan: Any, wanted: bool) -> Any:
+    def _grad_input_quantizer(self, begun: Begun, wanted: bool) -> Any:
         if not wanted:
             return None
-        return self._boundary(plan, plan.grad_input, plan.delayed[4], "grad_input", "fp8_grad")
+        return self._boundary(begun, begun.plan.grad_input, begun.plan.delayed[4], "grad_input")
 
-    def _boundary(self, plan: Any, quantizer: Any, delayed: bool, slot: str, argument: str) -> Any:
-        self._check_boundary(quantizer, delayed, argument)
-        return self.delayed.quantizer(slot, plan) if delayed else quantizer
+    def _boundary(self, begun: Begun, quantizer: Any, delayed: bool, slot: str) -> Any:
+        self._check_boundary(quantizer, delayed, "fp8_output" if slot == "output" else "fp8_grad")
+        return self._live(slot, begun) if delayed else quantizer
 
     def _check_boundary(self, quantizer: Any, delayed: bool, argument: str) -> None:
         if quantizer is None and not delayed:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..autograd import run
 from ..recipe.autocast import STATE
-from ..recipe.replay import Entry, tapes
+from ..recipe.replay import replayed
 from .basic_operation import BasicOperation
 from .fused_operation import FusedOperation
 from .fusible import FusibleOperation
@@ -213,6 +213,13 @@ class OperationFuser:
 
     def _prepare(self, recipe: Any, start: int, stop: int, requires_grad: bool) -> None:
         ops = self._basic_ops[start:stop]
+        for i, op in enumerate(ops):
+            if "parametrizations" in op._modules:
+                raise NotImplementedError(
+                    f"{position(self._basic_ops, start + i)}: it has parametrizations "
+                    "(torch.nn.utils.parametrize), through which an operation passes no gradient; "
+                    "remove them, or use the module of minifloat"
+                )
         if not torch.compiler.is_compiling():
             for op in ops:
                 if op._recipe is not recipe:  # another fuser may have run it since
@@ -341,14 +348,7 @@ def _run(pipeline: Pipeline, call: Call, tensors: tuple[Any, ...], shield: str =
 
 def _recipe() -> Any:
     """The recipe in force; in a recompute, the first run's, so that the same operations fuse."""
-    if torch.compiler.is_compiling():
-        return STATE.recipe
-    new, old = tapes()
-    if old is not None:
-        return old.replay().plan
-    for tape in new:
-        tape.record(Entry(STATE.recipe, None, None))
-    return STATE.recipe
+    return STATE.recipe if torch.compiler.is_compiling() else replayed(STATE.recipe)
 
 
 def _expanded(ops: Sequence[FusibleOperation]) -> list[Any]:

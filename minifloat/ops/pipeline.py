@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..tensors import QuantizedTensorStorage, prepare_for_saving, restore_from_saved
+from .basic.values import summed
 from .context import OperationContext
 from .handover import Handed
 from .results import each, results
@@ -74,7 +75,9 @@ class Pipeline:
         if self.written and not torch.compiler.is_compiling():
             self._protect(x, extra)
         contexts: dict[int, OperationContext] = {}
+        shapes: dict[int, Any] = {}  # of what an operation reads
         for op, indices in self.forward_ops:
+            shapes[indices[0]] = _shape(x)
             here = [
                 OperationContext(requires_grad=call.requires_grad[i], _begun=True) for i in indices
             ]
@@ -89,7 +92,8 @@ class Pipeline:
             ctx.to_save = None
             ctx._save_range = (len(saved), len(saved) + len(flat))
             saved.extend(flat)
-        note = (contexts, objects)
+        made_here = {key: _shape(t) for key, t in extra.items() if key not in self.imports}
+        note = (contexts, objects, shapes, made_here)
         if not self.exports:
             return _fresh(x, tensors, []), saved, note
         outputs: list[Any] = []
@@ -153,7 +157,7 @@ class Pipeline:
         self, call: Call, note: Any, saved: list[Any], grads: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """`autograd.run`'s: the gradients of its tensors."""
-        contexts, objects = note
+        contexts, objects, shapes, of_made = note
         g = grads[0]
         extra: dict[Key, Any] = dict(zip(self.exports, grads[1:], strict=True))
         of_params: dict[int, list[Any]] = {}
@@ -167,6 +171,7 @@ class Pipeline:
                 for i in indices
             ]
             g, params, inputs = self._placed(op, indices, _backward, op, here, g, of_extra)
+            g = summed(g, shapes.get(indices[0]))
             for i, found, sums in zip(indices, params, inputs, strict=True):
                 of_params[i] = self._checked(i, found)
                 if len(sums) != len(self.wiring.sources[i]):
@@ -176,7 +181,7 @@ class Pipeline:
                         "there is none"
                     )
                 for key, grad in zip(self.wiring.sources[i], sums, strict=True):
-                    extra[key] = _sum(extra.get(key), grad)
+                    extra[key] = _sum(extra.get(key), summed(grad, of_made.get(key)))
         made: list[Any] = [g, *[extra.get(key) for key in self.imports]]
         for i in range(self.start, self.stop):
             count = len(list(self.ops[i].parameters()))
@@ -245,6 +250,11 @@ def _tensor(y: Any, method: str) -> Any:
     if isinstance(y, Tensor | QuantizedTensorStorage | Handed):
         return y
     raise TypeError(f"{method}: returned {type(y).__name__} as its output; a tensor is needed")
+
+
+def _shape(x: Any) -> Any:
+    """None: it has none, or is what a fused operation made and read itself."""
+    return tuple(x.shape) if isinstance(x, Tensor | QuantizedTensorStorage) else None
 
 
 def _overlap(a: Any, b: Any) -> bool:

@@ -29,6 +29,7 @@ class QuantizedOperation(BasicOperation, Module):
 
     _framework = True
     _slot_counts = {"forward": 0, "backward": 0}
+    _live_slots = SLOTS  # of delayed scaling's state, by position
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__(device=device)
@@ -74,7 +75,7 @@ class QuantizedOperation(BasicOperation, Module):
         )
         made = state.make_quantizers()
         for slot, quantizer, delayed in zip(
-            SLOTS[mode], made, (*state.delayed_slots, False, False), strict=False
+            self._live_slots[mode], made, (*state.delayed_slots, False, False), strict=False
         ):
             if delayed and isinstance(quantizer, Float8Quantizer):
                 quantizer.scale, quantizer.amax = self.delayed.live(slot)

@@ -19,7 +19,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Entry", "Tape", "in_first_run", "tapes", "unseen"]
+__all__ = ["Entry", "Tape", "in_first_run", "replayed", "tapes", "unseen"]
 
 _NAME = "_minifloat_tape"
 _FILE = checkpoint.__file__
@@ -30,12 +30,12 @@ _REENTRANT = (
 
 
 class Entry:
-    """What one module read: its plan, the plan it calibrates, delayed scales of (input, weight),
-    the group of its amaxes, and whether its weight came from a workspace."""
+    """What one module read: its plan, the plan it calibrates, delayed scales of (input, weight,
+    output), the group of its amaxes, and whether its weight came from a workspace."""
 
     def __init__(self, plan: Any, calibration: Any, group: str | None) -> None:
         self.plan, self.calibration, self.group = plan, calibration, group
-        self.scales: list[Any] = [None, None]
+        self.scales: list[Any] = [None, None, None]
         self.workspace = False
 
 
@@ -78,6 +78,16 @@ def tapes() -> tuple[list[Tape], Tape | None]:
             found = region.__dict__[_NAME] = Tape()
         new.append(found)
     return new, None
+
+
+def replayed(recipe: Any) -> Any:
+    """The recipe in force, of which a record is made; in a recompute, the first run's."""
+    new, old = tapes()
+    if old is not None:
+        return old.replay().plan
+    for tape in new:
+        tape.record(Entry(recipe, None, None))
+    return recipe
 
 
 def in_first_run() -> bool:

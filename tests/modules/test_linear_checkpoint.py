@@ -311,6 +311,48 @@ def test_outside_autocast(way: str) -> None:
     both(run, way)
 
 
+class Own(minifloat.Module):
+    """A module of a user's, that casts what it gets by its own quantizers."""
+
+    def forward(self, x: Tensor) -> Any:
+        first, _, last = self.quantizers["scaling_fwd"]
+        return last.quantize(first.quantize(x).dequantize() * 3.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "Own"])
+def test_quantized_outputs(kind: str, name: str, way: str) -> None:
+    """What is cast is the same again, and its amax is recorded once."""
+    recipe = RECIPES[name]()
+
+    def run(call: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        module = Own() if kind == "Own" else getattr(minifloat, kind)(32, 32)
+        kwargs = {} if kind == "Own" else {"fp8_output": True}
+        made = []
+        for i in range(3):
+            x = data(i)
+            with minifloat.autocast(recipe=recipe):
+                y = call(lambda t: module(t, **kwargs).dequantize() ** 3, x)
+            backward(y)
+            assert x.grad is not None
+            made += [y.detach(), x.grad, *state(module)]
+        return made
+
+    both(run, way)
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+def test_the_amax_of_a_quantized_output_counts_in_its_own_step(kind: str) -> None:
+    """Where no autocast ends the step, the layer does: after all of its casts."""
+    module = getattr(minifloat, kind)(32, 32)
+    module.recipe = RECIPES["delayed"]()
+    module(data(0), fp8_output=True)
+    assert module.delayed.amax_output.item() == 0.0
+    assert module.delayed.scale_output.item() != 1.0
+
+
 @pytest.mark.parametrize("way", ["ours", "reentrant"])
 def test_calibration_records_once(way: str) -> None:
     recipe = RECIPES["delayed"]()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 
 import minifloat
 from minifloat import ops
@@ -413,6 +414,78 @@ def test_in_place_keeps_the_dtype_of_what_it_may_write_to() -> None:
         assert torch.equal(op(x, extra), expected)
 
 
+class Stacked(ops.BasicOperation):
+    """`y = [x, x]`, the rows twice."""
+
+    def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
+        return torch.cat((input_, input_)), ()
+
+    def op_forward_save_ctx(self, ctx: Any, input_: Any, saved: Any, **kwargs: Any) -> None:
+        pass
+
+    def op_backward(self, ctx: Any, grad_output: Any) -> Any:
+        return sum(grad_output.chunk(2)), ()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", [None, "mxfp8"])
+def test_an_extra_input_that_is_broadcast_gets_the_sum_of_its_gradients(
+    name: str | None, compiled: bool
+) -> None:
+    """By a channel too, where no autograd sums it; fused or not."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False),
+        Stacked(),
+        *(ops.Linear(32, 32), ops.SiLU(), ops.Linear(32, 32)),
+        ops.AddExtraInput(in_place=True).set_extra_input_channel(0, "x"),
+    )
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    x = torch.randn(1, 32, requires_grad=True)
+    same = x.detach().clone().requires_grad_()
+    recipe = None if name is None else RECIPES[name]
+    with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
+        y = call(x)
+        h = ops.Sequential(*model[2:5])(torch.cat((same, same)))
+    torch.testing.assert_close(y, h + same)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    (h + same).backward(grad)
+    torch.testing.assert_close(x.grad, same.grad)
+
+
+BROADCAST: dict[str, Callable[[], list[Any]]] = {
+    "alone": lambda: [ops.RMSNorm(32)],
+    "product": lambda: [ops.Linear(32, 32)],
+    "mlp": lambda: [ops.Linear(32, 32), ops.SiLU(), ops.Linear(32, 32)],
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("parts", BROADCAST)
+def test_what_an_extra_input_broadcasts_gets_the_sum_of_its_gradients(
+    parts: str, compiled: bool
+) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    before = BROADCAST[parts]()
+    model = ops.Sequential(*before, ops.AddExtraInput(in_place=True))
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    x, extra = torch.randn(3, 1, 32, requires_grad=True), torch.randn(2, 3, 5, 32)
+    same = x.detach().clone().requires_grad_()
+    with minifloat.autocast(recipe=RECIPES["mxfp8"]):
+        y = call(x, extra)
+        expected = ops.Sequential(*before)(same) + extra
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    found = [x.grad, *[p.grad for p in model.parameters()]]
+    model.zero_grad()
+    expected.backward(grad)
+    torch.testing.assert_close(found, [same.grad, *[p.grad for p in model.parameters()]])
+
+
 class Rounds(ops.BasicOperation):
     """A user's operation with quantizers of its own."""
 
@@ -530,3 +603,16 @@ def test_a_users_roles_reach_the_factory() -> None:
     with minifloat.autocast(recipe=recipe):
         Named()(torch.randn(8, 32, requires_grad=True)).sum().backward()
     assert seen == [minifloat.QuantizerRole("mine", mode, "r") for mode in ("forward", "backward")]
+
+
+class Symmetric(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + weight.t()
+
+
+def test_a_parametrization_is_refused() -> None:
+    """The gradient of what it makes would pass for that of the parameter."""
+    model = ops.Sequential(ops.GELU(), ops.BasicLinear(8, 8))
+    torch.nn.utils.parametrize.register_parametrization(model[1], "weight", Symmetric())
+    with pytest.raises(NotImplementedError, match=r"BasicLinear \(op 1 of 2\): .*parametriz"):
+        model(torch.randn(4, 8))

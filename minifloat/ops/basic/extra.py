@@ -9,7 +9,7 @@ import torch
 
 from ...tensors import QuantizedTensorStorage
 from ..basic_operation import BasicOperation
-from .values import folded, plain
+from .values import folded, plain, summed
 
 __all__ = ["AddExtraInput", "MakeExtraOutput"]
 
@@ -76,12 +76,13 @@ class AddExtraInput(BasicOperation):
     def fuser_forward_save_ctx(
         self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
     ) -> None:
-        pass
+        # The shape of x, where a fused operation made it: what comes from others is their fuser's.
+        basic_op_ctxs[0].of_x = None
 
     def fuser_backward(
         self, basic_op_ctxs: list[Any], grad_output: Any, *, basic_op_grad_extra_outputs: list[Any]
     ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
-        return grad_output, [()], [(grad_output,)]
+        return summed(grad_output, basic_op_ctxs[0].of_x), [()], [(grad_output,)]
 
 
 class MakeExtraOutput(BasicOperation):

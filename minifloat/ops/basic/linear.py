@@ -251,6 +251,9 @@ class BasicLinear(QuantizedOperation):
     def output_shape(self, input_: Any) -> tuple[int, ...]:
         """Of this rank's part of `x w^T`."""
         lead = input_.lead if isinstance(input_, Handed) else tuple(input_.shape[:-1])
+        if self._tp is not None:
+            for link, argument in self._links(None, lead):
+                lead = link.leading(lead, argument)
         return (*lead, self.local_out_features)
 
     def _of_operands(self, handed: Handed, weight: Any, bias: Any, call: Call) -> tuple[Any, Any]:
@@ -273,7 +276,7 @@ class BasicLinear(QuantizedOperation):
                 g, _ = link.backward(g, [], argument)
         return g, found
 
-    def _links(self, call: Call, lead: Any) -> list[tuple[Any, Any]]:
+    def _links(self, call: Any, lead: Any) -> list[tuple[Any, Any]]:
         """The linear operation between its collectives; `lead` are the input's dims, if known."""
         tp, mode = self._tp, self.tensor_parallel_mode
         if tp is None or mode is None:

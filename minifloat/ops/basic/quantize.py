@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import library
+from ... import library, scalars
 from ...core.linear import Gradient, dequantized
-from ...operands import operands
+from ...module import Begun
+from ...operands import Live, operands
+from ...parameters import default_device
 from ...producer import Producer
 from ...producers import activation_gradient
-from ...recipe.delayed import DelayedState
+from ...recipe.autocast import STATE
+from ...recipe.delayed import DelayedState, update
 from ...recipe.plan import Plan
+from ...recipe.roles import QuantizerRole
 from ...sums import column_sums
 from ...tensors import QuantizedTensorStorage
 from ..context import OperationContext
@@ -34,10 +38,20 @@ class Quantize(QuantizedOperation):
     """
 
     _slot_counts = {"forward": 1, "backward": 1}
+    # It casts where a linear layer casts what it hands out, as those cast who read that.
+    _live_slots = {"forward": ("output",), "backward": ("grad_input",)}
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
-        super().__init__()
+        super().__init__(default_device(None))
         self._quantize_forward, self._quantize_backward = forward, backward
+
+    def get_quantizer_roles(
+        self, mode: str | None = None, *, fwd: bool = True, num_quantizers: int | None = None
+    ) -> list[QuantizerRole | None] | None:
+        """Its one role in a mode; with `num_quantizers`, as the last of a linear layer's slots."""
+        made = super().get_quantizer_roles(mode, fwd=fwd)
+        assert made is not None
+        return [*[None for _ in range((num_quantizers or 1) - 1)], *made]
 
     def begin(
         self,
@@ -52,10 +66,11 @@ class Quantize(QuantizedOperation):
         return after if self._quantize_forward else None
 
     def _grad_taker(self, before: Any, **kwargs: Any) -> Any:
-        plan = kwargs["begun"].plan
+        begun = kwargs["begun"]
+        plan = begun.plan
         if not self._quantize_backward or not _quantizes(plan.dx_row) or plan.override:
             return None
-        return GradientQuantizer(self.delayed, plan) if before is None else before
+        return GradientQuantizer(self.delayed, begun) if before is None else before
 
     def takes_gradients(self, recipe: Any) -> bool:
         """Whether the next operation may quantize the gradient."""
@@ -69,8 +84,21 @@ class Quantize(QuantizedOperation):
             return input_, ()
         if next_op_input_quantizer is not None:
             return next_op_input_quantizer.quantize(input_), ()
-        plan = self._given(input_, kwargs)["begun"].plan
-        return _quantized(input_, self.delayed, plan, "output"), ()
+        begun = self._given(input_, kwargs)["begun"]
+        plan = begun.plan
+        if not _quantizes(plan.y_row):
+            return input_, ()
+        if library.traced():
+            return _rounded(input_, plan.y_row, self._traced_output(plan)), ()
+        made: Any = self._live("output", begun) if plan.delayed[2] else plan.output
+        return made.quantize(input_), ()
+
+    def _traced_output(self, plan: Plan) -> Any:
+        if not plan.delayed[2]:
+            return None
+        scale, amax = self.delayed.live("output")
+        # A recompute would read what the scale has become.
+        return (scalars.snapshot(scale) if STATE.checkpointed else scale), amax
 
     def op_forward_save_ctx(
         self,
@@ -85,22 +113,40 @@ class Quantize(QuantizedOperation):
         ctx.taker = self._grad_taker(prev_op_grad_output_quantizer, **given)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, Iterable[Any]]:
-        if ctx.taker is None or _is_quantized(grad_output):
-            return grad_output, ()
-        return ctx.taker.quantize(grad_output), ()
+        made = grad_output
+        if ctx.taker is not None and not _is_quantized(made):
+            made = ctx.taker.quantize(made)
+        return made.values if isinstance(made, Rounded) else made, ()
 
     def extra_repr(self) -> str:
         return f"forward={self._quantize_forward}, backward={self._quantize_backward}"
 
 
+class Rounded(NamedTuple):
+    """What a graph has in place of a quantized gradient, until it is out of the pipeline."""
+
+    values: Tensor
+
+
 class GradientQuantizer(NamedTuple):
-    """Quantizes a gradient that leaves the pipeline."""
+    """Quantizes a gradient that leaves the pipeline, which is the end of delayed scaling's step."""
 
     state: DelayedState
-    plan: Plan
+    begun: Begun
 
     def quantize(self, grad: Any) -> Any:
-        return _quantized(grad, self.state, self.plan, "grad_input")
+        state, slots, plan = self.state, self.begun.slots, self.begun.plan
+        delayed = plan.delayed[4]
+        made: Any
+        if library.traced():
+            live = state.live("grad_input") if delayed else None
+            made = Rounded(_rounded(grad, plan.dx_row, live))
+        else:
+            quantizer: Any = state.quantizer("grad_input", plan) if delayed else plan.grad_input
+            made = quantizer.quantize(grad)
+        if slots is not None and plan.update is not None:
+            update(slots, plan.update, self.begun.group)
+        return made
 
     def __call__(self, grad: Any) -> Any:
         """As quantizers are called."""
@@ -115,17 +161,12 @@ class GradientQuantizer(NamedTuple):
         return self.quantize(dh.reshape(shape)), of_bias
 
 
-def _quantized(x: Any, state: DelayedState, plan: Plan, slot: str) -> Any:
-    forward = slot == "output"
-    cast = plan.y_row if forward else plan.dx_row
-    if not _quantizes(cast):
-        return x
-    delayed = plan.delayed[2 if forward else 4]
-    if not library.traced():
-        made: Any = plan.output if forward else plan.grad_input
-        return (state.quantizer(slot, plan) if delayed else made).quantize(x)
-    live = state.live(slot) if delayed else None
-    row = operands(folded(x), cast, None, live=live, keep_row=True)[0]
+def _rounded(x: Any, cast: Any, live: Live | None) -> Tensor:
+    """The values of `x` quantized: a graph hands out no quantized tensor."""
+    seed = None
+    if cast.stochastic:  # drawn where quantizers draw it
+        seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=x.device)
+    row = operands(folded(x), cast, None, live=live, seed=seed, keep_row=True)[0]
     assert row is not None
     return dequantized(row, folded(x).shape, x.dtype).reshape(x.shape)
 
@@ -135,4 +176,4 @@ def _quantizes(cast: Any) -> bool:
 
 
 def _is_quantized(x: Any) -> bool:
-    return isinstance(x, QuantizedTensorStorage | Handed | Gradient)
+    return isinstance(x, QuantizedTensorStorage | Handed | Gradient | Rounded)

@@ -45,6 +45,12 @@ class ForwardLinearBiasActivation(_ForwardLinear):
 class ForwardLinearBiasAdd(_ForwardLinear):
     """`x w^T (+ bias) + extra`, in the memory of `extra`: the product adds it, if it can."""
 
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
+    ) -> None:
+        super().fuser_forward_save_ctx(basic_op_ctxs, input_, tensors_to_save, **fwd_kwargs)
+        basic_op_ctxs[-1].of_x = self.basic_ops[0].output_shape(input_)
+
     def _product(self, input_: Any, call: Any, fwd_kwargs: dict[str, Any]) -> tuple[Any, Any]:
         linear, add = self.basic_ops[0], self.basic_ops[-1]
         extra = fwd_kwargs["basic_op_extra_inputs"][-1][0]

@@ -10,7 +10,7 @@ from ...core.linear import Gradient
 from ..basic.activation import ActivationOperation
 from ..basic.bias import Bias
 from ..basic.extra import AddExtraInput
-from ..basic.values import folded, plain
+from ..basic.values import folded, plain, summed
 from ..fused_operation import FusedOperation
 
 __all__ = ["FusedMLP"]
@@ -73,6 +73,10 @@ class FusedMLP(FusedOperation):
         self, basic_op_ctxs: list[Any], input_: Any, tensors_to_save: Any, **fwd_kwargs: Any
     ) -> None:
         saved = {0: tensors_to_save[0], self._act + 1: tensors_to_save[1]}
+        if self._extra is not None:
+            first, second = self._linears()
+            shape = (*first.output_shape(input_)[:-1], second.local_out_features)
+            basic_op_ctxs[self._extra].of_x = shape
         for i, tensors in saved.items():
             self.basic_ops[i].fuser_forward_save_ctx(
                 [basic_op_ctxs[i]], input_, tensors, **self.basic_kwargs(i, fwd_kwargs)
@@ -87,6 +91,7 @@ class FusedMLP(FusedOperation):
         of_extra: list[Any] = [() for _ in self.basic_ops]
         if self._extra is not None:
             of_extra[self._extra] = (grad_output,)
+            grad_output = summed(grad_output, basic_op_ctxs[self._extra].of_x)
         if self._bias2 is not None:
             bias, ctx = self.basic_ops[self._bias2], basic_op_ctxs[self._bias2]
             grad_output, of_params[self._bias2] = bias.op_backward(ctx, grad_output)
