@@ -149,7 +149,7 @@ class Experts(Module):
         owners = self._weights()
         if self.single_grouped_weight:
             return
-        self._check_dtypes(owners)
+        self._check_alike(owners)
         if not isinstance(owners[0], QUANTIZED):
             whole: Any = nn.Parameter(together(owners))
         elif self._init_scales_by_history():
@@ -261,6 +261,13 @@ class Experts(Module):
                     stacklevel=4,
                 )
             return weight.dequantize()
+        self._check_recipe(weight, plan)
+        return weight
+
+    def _check_recipe(self, weight: Any, plan: Plan) -> None:
+        """Raise unless `plan` multiplies weights as this one is quantized, if it is, or none."""
+        if not isinstance(weight, QUANTIZED) or plan.w_row.layout[0] is not torch.uint8:
+            return
         one: Any = weight
         held = self._held_format if self.single_grouped_weight else one._cast(False).format_name
         if held != plan.w_row.format_name:
@@ -274,7 +281,6 @@ class Experts(Module):
                 f"{self._where()}: backward_override={plan.override!r} with quantized weights; "
                 "leave one of them out"
             )
-        return weight
 
     def _main_grads(self, owners: list[Any], argument: str) -> tuple[Any, bool, bool | None]:
         """(where the weights' gradients go, None for a frozen one among several, whether to
@@ -292,13 +298,21 @@ class Experts(Module):
         return each[0] if self.single_grouped_weight else tuple(each), overwrite, dummy
 
     # ------------------------------------------------------------------------------------ checks
-    def _check_dtypes(self, owners: list[Any]) -> None:
-        dtypes = {p.dtype for p in (*owners, *self._biases())}
+    def _check_alike(self, owners: list[Any]) -> None:
+        """Raise unless the experts' parameters have one dtype, and one shape of each kind."""
+        biases = self._biases()
+        dtypes = {p.dtype for p in (*owners, *biases)}
         if len(dtypes) > 1:
             raise TypeError(
                 f"{self._where()}: the parameters have dtypes {sorted(map(str, dtypes))}; all "
                 "experts must have one"
             )
+        for kind, each in (("weights", owners), ("biases", biases)):
+            if any([p.shape != each[0].shape for p in each]):  # noqa: C419  (2.11 traces lists)
+                shapes = sorted({tuple(p.shape) for p in each})
+                raise ValueError(
+                    f"{self._where()}: {kind}: got shapes {shapes}; all experts must have one"
+                )
 
     def _sizes(self, given: Any, rows: int, device: torch.device, argument: str) -> Tensor:
         """int64 on `device`. What the host knows is checked here, the rest on the device; nothing
@@ -320,7 +334,7 @@ class Experts(Module):
             sizes = given.to(device, torch.int64)
             _assert_sizes(sizes, rows, name, traced)
             return sizes
-        if traced or given.device.type != "cpu":
+        if library.traced() or given.device.type != "cpu":  # fake ones cannot be read
             sizes = given.to(device, torch.int64)
             if sizes.is_cuda:
                 _assert_sizes(sizes, rows, name, traced)
@@ -328,12 +342,18 @@ class Experts(Module):
         ragged.check_sizes(given.tolist(), num, rows, name)
         return _uploaded(given.to(torch.int64), device, name)
 
-    def _check_buffer(self, name: str, buffer: Tensor, like: Tensor) -> None:
-        if (buffer.shape, buffer.dtype, buffer.requires_grad) != (like.shape, like.dtype, False):
+    def _check_buffer(self, name: str, buffer: Any, like: Tensor, shape: Sequence[int]) -> None:
+        """Raise unless `buffer` can take what has `shape` and is otherwise like `like`."""
+        if not isinstance(buffer, Tensor):
+            raise TypeError(
+                f"{self._where()}: {name}: got {type(buffer).__name__}; a tensor is needed"
+            )
+        given = (buffer.shape, buffer.dtype, buffer.device, buffer.requires_grad)
+        if given != (shape, like.dtype, like.device, False):
             raise ValueError(
-                f"{self._where()}: {name}: got {buffer.dtype} of shape {tuple(buffer.shape)}, "
-                f"requires_grad={buffer.requires_grad}; {like.dtype} of shape {tuple(like.shape)}, "
-                "without a gradient, is needed"
+                f"{self._where()}: {name}: got {buffer.dtype} of shape {tuple(buffer.shape)} on "
+                f"{buffer.device}, requires_grad={buffer.requires_grad}; {like.dtype} of shape "
+                f"{tuple(shape)} on {like.device}, without a gradient, is needed"
             )
 
     def wgrad_choice(self, recipe: Recipe | None = None) -> rates.Choice:
