@@ -27,6 +27,7 @@ from .recipe.autocast import STATE
 from .recipe.base import Recipe
 from .recipe.plan import Plan, products
 from .tensors import GroupedTensorStorage, QuantizedTensorStorage, as_parameter
+from .tensors.grouped import as_group, group_like
 
 __all__ = ["QUANTIZED", "Apart", "Experts", "Later", "Splits", "as_operands", "together", "watched"]
 
@@ -59,7 +60,6 @@ class Experts(Module):
     _preserve: bool
     _init_method: Callable[[Tensor], Any]
     _tracker: tuple[Callable[[], Any] | None, str | None]
-    _held_format = ""  # of one quantized weight: a graph cannot ask it
 
     # -------------------------------------------------------------------------------- parameters
     def _make_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -126,19 +126,11 @@ class Experts(Module):
                 self.register_parameter(f"weight{i}", made(i, w))
             return
         values = self.weight.detach()
-        group = self._group_like(made(0, values[0]))
+        group = group_like(made(0, values[0]), self.num_gemms)
         group.quantize(list(values.unbind(0)))
         self.register_parameter("weight", as_parameter(group))
         if self._preserve:
             keep_values(self.weight, values.cpu())
-
-    def _group_like(self, one: Any) -> Any:
-        """An uninitialised group of quantized weights like `one`."""
-        self._held_format = one._cast(False).format_name
-        shapes = [(self.out_features, self.in_features)] * self.num_gemms
-        return GroupedTensorStorage.make_grouped_tensor_with_shapes(
-            self.num_gemms, shapes, one._quantizer, one.device, one.dtype
-        )
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
         """Make weights that are apart the one parameter `weight`; nothing where they are one.
@@ -161,9 +153,15 @@ class Experts(Module):
             )
             return
         else:
-            group = self._group_like(owners[0])
-            for member, owner in zip(group.split_into_quantized_tensors(), owners, strict=True):
-                member.copy_from_storage(owner)
+            if any(w.get_usages()["columnwise"] for w in owners):
+                for w in owners:
+                    w.update_usage(columnwise_usage=True)
+            group = as_group(owners)
+            if group is None:
+                raise ValueError(
+                    f"{self._where()}: make_grouped_weights: the experts' weights are not "
+                    "quantized alike; members of one parameter are"
+                )
             whole = as_parameter(group)
             kept: list[Any] = [getattr(w, "get_high_precision_init_val", _none)() for w in owners]
             if any(k is None for k in kept) and any(k is not None for k in kept):
@@ -269,7 +267,7 @@ class Experts(Module):
         if not isinstance(weight, QUANTIZED) or plan.w_row.layout[0] is not torch.uint8:
             return
         one: Any = weight
-        held = self._held_format if self.single_grouped_weight else one._cast(False).format_name
+        held = one._cast(False).format_name
         if held != plan.w_row.format_name:
             raise RuntimeError(
                 f"Recipe mismatch for '{self._where()}': the weight was quantized as {held}, and "
@@ -419,14 +417,16 @@ class Experts(Module):
         """Entries of the other layout into those of this one; redundant ones are dropped."""
         if single:
             if whole not in state and all(name in state for name in each):
-                parts = [_dense(state[name]) for name in each]
+                parts = [state[name] for name in each]
                 shapes = sorted({tuple(p.shape) for p in parts})
                 if len(shapes) > 1:
                     raise ValueError(
                         f"{self._where()}: {each[0]} to {each[-1]}: got shapes {shapes}; members "
                         f"of one parameter {whole} have one shape"
                     )
-                state[whole] = torch.stack(parts)
+                group = as_group(parts)
+                values = group is None
+                state[whole] = torch.stack([_dense(p) for p in parts]) if values else group
             if whole in state:
                 for name in each:
                     state.pop(name, None)
@@ -439,9 +439,13 @@ class Experts(Module):
         if held.shape[0] != self.num_gemms:
             state[whole] = held  # reported as unexpected
             return
-        held = _dense(held)
-        held = held.squeeze(1) if held.dim() == 3 and whole.endswith("bias") else held
-        for name, member in zip(each, held.unbind(0), strict=True):
+        if isinstance(held, GroupedTensorStorage):
+            members = held.split_into_quantized_tensors()
+        else:
+            held = _dense(held)
+            held = held.squeeze(1) if held.dim() == 3 and whole.endswith("bias") else held
+            members = held.unbind(0)
+        for name, member in zip(each, members, strict=True):
             state.setdefault(name, member)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ragged
-from ..formats import E4M3
+from ..formats import E4M3, HIGH, Cast
 from ..quantizers import UsageError
 from . import grouped_cast
 from .declaration import Inner, Plain
@@ -211,6 +211,13 @@ class GroupedTensorStorage(Factories, Declared):
     def _reader(self) -> Any:
         """The quantizer with the usages of the buffers that are there."""
         return self._quantizer._for_tensor(self)
+
+    def _cast(self, col: bool) -> Cast:
+        """What one copy of the members was cast with."""
+        if self._quantizer is None:
+            return HIGH
+        row, other = self._quantizer._with_usages(True, True)._casts()
+        return other if col else row  # type: ignore[no-any-return]
 
     def split_into_quantized_tensors(self) -> list[Any]:
         """The members, as views of the flat buffers: what is written there is written here.
