@@ -8,7 +8,6 @@ other is here.
 from __future__ import annotations
 
 import copy
-import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -318,7 +317,7 @@ class Experts(Module):
         num, name = self.num_gemms, f"{self._where()}: {argument}"
         traced = torch.compiler.is_compiling()
         if not isinstance(given, Tensor):
-            found = _integers(given, name)
+            found = ragged.integers(given, name)
             ragged.check_sizes(found, num, rows, name)
             if traced:
                 return torch.tensor(found, dtype=torch.int64, device=device)
@@ -550,15 +549,6 @@ class Later:
 
 
 # ------------------------------------------------------------------------------------------ sizes
-def _integers(given: Any, name: str) -> list[int]:
-    try:
-        return [operator.index(n) for n in given]
-    except TypeError as error:
-        raise TypeError(
-            f"{name}: got {given!r}; a sequence of integers, or a tensor of them, is needed"
-        ) from error
-
-
 def _uploaded(sizes: Tensor, device: torch.device, name: str) -> Tensor:
     """Sizes of the host on `device`; a copy from pinned memory waits for nothing."""
     if device.type != "cuda":

@@ -13,7 +13,6 @@ sums run in the order of j. Nothing waits for the device but what says so.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import library
+from . import library, ragged
 from .autograd import run
 from .formats import cdiv
 
@@ -246,12 +245,7 @@ def moe_permute_and_pad_with_probs(
     _check_probs(probs, routing_map, "probs")
     if align_size <= 0:
         raise ValueError(f"align_size: got {align_size}; it must be positive")
-    given = tokens_per_expert
-    try:
-        listed = given.tolist() if isinstance(given, Tensor) else given
-        counts = [operator.index(n) for n in listed]
-    except TypeError as error:
-        raise TypeError(f"tokens_per_expert: got {given!r}; integers are needed") from error
+    counts = ragged.integers(tokens_per_expert, "tokens_per_expert")
     if len(counts) != routing_map.shape[1] or any(n < 0 for n in counts):
         raise ValueError(
             f"tokens_per_expert: got {counts}; routing_map has {routing_map.shape[1]} experts, and "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import ragged
 from ..formats import E4M3, HIGH, Cast
+from ..inputs import check_noop
 from ..quantizers import UsageError
 from . import grouped_cast
 from .declaration import Inner, Plain
@@ -267,6 +268,7 @@ class GroupedTensorStorage(Factories, Declared):
 
     def quantize(self, tensors: Sequence[Tensor], noop_flag: Tensor | None = None) -> list[Any]:
         """Quantize `tensors` into the members, in place; nothing happens where the flag is 1.0."""
+        check_noop(noop_flag)
         shapes = self._known_shapes()
         if len(tensors) != self.num_tensors:
             raise ValueError(f"tensors: got {len(tensors)}; there are {self.num_tensors} members")
