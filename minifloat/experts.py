@@ -208,7 +208,7 @@ class Experts(Module):
         """The biases as one tensor `[experts, out]`, or None."""
         if not self.use_bias:
             return None
-        return self.bias if self.single_grouped_bias else torch.stack(self._biases())
+        return self.bias if self.single_grouped_bias else apart.joined(torch.stack, self._biases())
 
     # ---------------------------------------------------------------------------- side by side
     def _join(self) -> None:
@@ -392,7 +392,8 @@ class Experts(Module):
             parts = (dw,) if self.single_grouped_weight else dw.unbind(0)
             for w, part in zip(owners, parts, strict=True):
                 if w.requires_grad:
-                    w.grad = part if w.grad is None else w.grad + part
+                    made = part.to(w.dtype)  # torch.autocast, where nothing quantizes
+                    w.grad = made if w.grad is None else w.grad + made
         for hook in store.hooks:
             hook()
 
@@ -464,7 +465,7 @@ def together(weights: list[Any]) -> Tensor:
     if not library.traced() and _plain(weights):
         return apart.stacked(weights)
     with torch.no_grad():
-        return torch.stack([w.detach() for w in weights])
+        return apart.joined(torch.stack, [w.detach() for w in weights])
 
 
 def _plain(weights: list[Any]) -> bool:

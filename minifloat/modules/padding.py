@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import ragged
+from .. import apart, ragged
 from ..formats import rup
 from ..recipe import get_align_size_for_quantization, get_default_recipe
 from ..recipe.autocast import STATE
@@ -61,7 +61,7 @@ class Fp8Padding(_Splits):
             return inp, m_splits
         parts = torch.split(inp, splits)
         rows = [pad(t, (0, 0, 0, p - m)) for t, m, p in zip(parts, splits, padded, strict=True)]
-        return torch.cat(rows), padded
+        return apart.joined(torch.cat, rows), padded
 
 
 class Fp8Unpadding(_Splits):
@@ -73,7 +73,8 @@ class Fp8Unpadding(_Splits):
         if padded == splits:
             return inp
         parts = torch.split(inp, padded)
-        return torch.cat([t.narrow(0, 0, m) for t, m in zip(parts, splits, strict=True)])
+        kept = [t.narrow(0, 0, m) for t, m in zip(parts, splits, strict=True)]
+        return apart.joined(torch.cat, kept)
 
 
 def _check_rows(inp: Any, splits: Sequence[int]) -> None:

@@ -127,3 +127,41 @@ def test_splits_that_cannot_be_read(recipe: Any) -> None:
             y = layer(rows, torch.tensor(SPLITS))
         y.sum().backward()
     assert y.shape == (55, 64) and rows.grad is not None and layer.weight3.grad.shape == (64, 48)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT])
+@pytest.mark.parametrize("how", ["grouped", "elsewhere", "kept", "split", "padded"])
+def test_parameters_of_the_dtype_that_autocast_is_not_of(how: str, recipe: Any) -> None:
+    """torch.autocast promotes what is put together, and knows nothing of its other 16 bits."""
+    half: Any = {"params_dtype": torch.float16}
+    rest: tuple[Any, ...] = (SPLITS,)
+    kwargs = {"is_first_microbatch": True} if how == "kept" else {}
+    layer: Any = make(**half)
+    if how == "split":
+        layer, rest = mf.Linear(48, 64, parameters_split=("q", "k"), device="cpu", **half), ()
+    elif how == "elsewhere":
+        layer.weight2 = nn.Parameter(layer.weight2.detach().clone())
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        mf.autocast(enabled=recipe is not None, recipe=recipe),
+    ):
+        if how == "padded":
+            assert mf.Fp8Padding(4, 16)(x(dtype=torch.float16), SPLITS)[0].dtype is torch.float16
+            return
+        y = layer(x(), *rest, **kwargs)
+    y.sum().backward()
+    assert y.dtype is torch.bfloat16
+    assert all(p.grad.dtype is torch.float16 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"single_grouped_weight": True}])
+def test_later_gradients_under_torch_autocast(kwargs: Any) -> None:
+    """They have the parameters' dtype, where nothing quantizes too."""
+    layer = make(delay_wgrad_compute=True, **kwargs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x(), SPLITS)
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+        layer.backward_dw()
+    owner = layer.weight if kwargs else layer.weight3
+    assert owner.grad.dtype is torch.float32
