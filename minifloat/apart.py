@@ -7,7 +7,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .library import define
 from .library import op as _op
 from .library import traced as _traced
 
-__all__ = ["quantize", "quantize_scaled", "stacked", "whole"]
+__all__ = ["joined", "quantize", "quantize_scaled", "stacked", "whole"]
 
 
 def whole(matrices: Sequence[Tensor]) -> Tensor | None:
@@ -51,7 +51,17 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
     if len(shapes) > 1:
         raise ValueError(f"weights: got shapes {sorted(shapes)}; all experts must have one")
     with torch.no_grad():
-        return torch.stack([m.detach() for m in matrices])
+        return joined(torch.stack, [m.detach() for m in matrices])
+
+
+def joined(join: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
+    """`join(tensors)`, by `torch.cat` or `torch.stack`, whose place in torch.autocast is to promote
+    dtypes: of one that is not its own it knows no promotion, and raises."""
+    device = tensors[0].device.type
+    if tensors[0].is_meta or not torch.is_autocast_enabled(device):
+        return join(tensors)
+    with torch.autocast(device, enabled=False):
+        return join(tensors)
 
 
 def quantize(matrices: Sequence[Tensor], row: Cast | None, col: Cast | None) -> list[Tensor]:

@@ -8,7 +8,6 @@ other is here.
 from __future__ import annotations
 
 import copy
-import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from .recipe.autocast import STATE
 from .recipe.base import Recipe
 from .recipe.plan import Plan, products
 from .tensors import GroupedTensorStorage, QuantizedTensorStorage, as_parameter
+from .tensors.grouped import as_group, group_like
 
 __all__ = ["QUANTIZED", "Apart", "Experts", "Later", "Splits", "as_operands", "together", "watched"]
 
@@ -59,7 +59,6 @@ class Experts(Module):
     _preserve: bool
     _init_method: Callable[[Tensor], Any]
     _tracker: tuple[Callable[[], Any] | None, str | None]
-    _held_format = ""  # of one quantized weight: a graph cannot ask it
 
     # -------------------------------------------------------------------------------- parameters
     def _make_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -126,19 +125,11 @@ class Experts(Module):
                 self.register_parameter(f"weight{i}", made(i, w))
             return
         values = self.weight.detach()
-        group = self._group_like(made(0, values[0]))
+        group = group_like(made(0, values[0]), self.num_gemms)
         group.quantize(list(values.unbind(0)))
         self.register_parameter("weight", as_parameter(group))
         if self._preserve:
             keep_values(self.weight, values.cpu())
-
-    def _group_like(self, one: Any) -> Any:
-        """An uninitialised group of quantized weights like `one`."""
-        self._held_format = one._cast(False).format_name
-        shapes = [(self.out_features, self.in_features)] * self.num_gemms
-        return GroupedTensorStorage.make_grouped_tensor_with_shapes(
-            self.num_gemms, shapes, one._quantizer, one.device, one.dtype
-        )
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
         """Make weights that are apart the one parameter `weight`; nothing where they are one.
@@ -149,7 +140,7 @@ class Experts(Module):
         owners = self._weights()
         if self.single_grouped_weight:
             return
-        self._check_dtypes(owners)
+        self._check_alike(owners)
         if not isinstance(owners[0], QUANTIZED):
             whole: Any = nn.Parameter(together(owners))
         elif self._init_scales_by_history():
@@ -161,9 +152,15 @@ class Experts(Module):
             )
             return
         else:
-            group = self._group_like(owners[0])
-            for member, owner in zip(group.split_into_quantized_tensors(), owners, strict=True):
-                member.copy_from_storage(owner)
+            if any(w.get_usages()["columnwise"] for w in owners):
+                for w in owners:
+                    w.update_usage(columnwise_usage=True)
+            group = as_group(owners)
+            if group is None:
+                raise ValueError(
+                    f"{self._where()}: make_grouped_weights: the experts' weights are not "
+                    "quantized alike; members of one parameter are"
+                )
             whole = as_parameter(group)
             kept: list[Any] = [getattr(w, "get_high_precision_init_val", _none)() for w in owners]
             if any(k is None for k in kept) and any(k is not None for k in kept):
@@ -211,7 +208,7 @@ class Experts(Module):
         """The biases as one tensor `[experts, out]`, or None."""
         if not self.use_bias:
             return None
-        return self.bias if self.single_grouped_bias else torch.stack(self._biases())
+        return self.bias if self.single_grouped_bias else apart.joined(torch.stack, self._biases())
 
     # ---------------------------------------------------------------------------- side by side
     def _join(self) -> None:
@@ -261,8 +258,15 @@ class Experts(Module):
                     stacklevel=4,
                 )
             return weight.dequantize()
+        self._check_recipe(weight, plan)
+        return weight
+
+    def _check_recipe(self, weight: Any, plan: Plan) -> None:
+        """Raise unless `plan` multiplies weights as this one is quantized, if it is, or none."""
+        if not isinstance(weight, QUANTIZED) or plan.w_row.layout[0] is not torch.uint8:
+            return
         one: Any = weight
-        held = self._held_format if self.single_grouped_weight else one._cast(False).format_name
+        held = one._cast(False).format_name
         if held != plan.w_row.format_name:
             raise RuntimeError(
                 f"Recipe mismatch for '{self._where()}': the weight was quantized as {held}, and "
@@ -274,7 +278,6 @@ class Experts(Module):
                 f"{self._where()}: backward_override={plan.override!r} with quantized weights; "
                 "leave one of them out"
             )
-        return weight
 
     def _main_grads(self, owners: list[Any], argument: str) -> tuple[Any, bool, bool | None]:
         """(where the weights' gradients go, None for a frozen one among several, whether to
@@ -292,13 +295,21 @@ class Experts(Module):
         return each[0] if self.single_grouped_weight else tuple(each), overwrite, dummy
 
     # ------------------------------------------------------------------------------------ checks
-    def _check_dtypes(self, owners: list[Any]) -> None:
-        dtypes = {p.dtype for p in (*owners, *self._biases())}
+    def _check_alike(self, owners: list[Any]) -> None:
+        """Raise unless the experts' parameters have one dtype, and one shape of each kind."""
+        biases = self._biases()
+        dtypes = {p.dtype for p in (*owners, *biases)}
         if len(dtypes) > 1:
             raise TypeError(
                 f"{self._where()}: the parameters have dtypes {sorted(map(str, dtypes))}; all "
                 "experts must have one"
             )
+        for kind, each in (("weights", owners), ("biases", biases)):
+            if any([p.shape != each[0].shape for p in each]):  # noqa: C419  (2.11 traces lists)
+                shapes = sorted({tuple(p.shape) for p in each})
+                raise ValueError(
+                    f"{self._where()}: {kind}: got shapes {shapes}; all experts must have one"
+                )
 
     def _sizes(self, given: Any, rows: int, device: torch.device, argument: str) -> Tensor:
         """int64 on `device`. What the host knows is checked here, the rest on the device; nothing
@@ -306,7 +317,7 @@ class Experts(Module):
         num, name = self.num_gemms, f"{self._where()}: {argument}"
         traced = torch.compiler.is_compiling()
         if not isinstance(given, Tensor):
-            found = _integers(given, name)
+            found = ragged.integers(given, name)
             ragged.check_sizes(found, num, rows, name)
             if traced:
                 return torch.tensor(found, dtype=torch.int64, device=device)
@@ -320,7 +331,7 @@ class Experts(Module):
             sizes = given.to(device, torch.int64)
             _assert_sizes(sizes, rows, name, traced)
             return sizes
-        if traced or given.device.type != "cpu":
+        if library.traced() or given.device.type != "cpu":  # fake ones cannot be read
             sizes = given.to(device, torch.int64)
             if sizes.is_cuda:
                 _assert_sizes(sizes, rows, name, traced)
@@ -328,12 +339,18 @@ class Experts(Module):
         ragged.check_sizes(given.tolist(), num, rows, name)
         return _uploaded(given.to(torch.int64), device, name)
 
-    def _check_buffer(self, name: str, buffer: Tensor, like: Tensor) -> None:
-        if (buffer.shape, buffer.dtype, buffer.requires_grad) != (like.shape, like.dtype, False):
+    def _check_buffer(self, name: str, buffer: Any, like: Tensor, shape: Sequence[int]) -> None:
+        """Raise unless `buffer` can take what has `shape` and is otherwise like `like`."""
+        if not isinstance(buffer, Tensor):
+            raise TypeError(
+                f"{self._where()}: {name}: got {type(buffer).__name__}; a tensor is needed"
+            )
+        given = (buffer.shape, buffer.dtype, buffer.device, buffer.requires_grad)
+        if given != (shape, like.dtype, like.device, False):
             raise ValueError(
-                f"{self._where()}: {name}: got {buffer.dtype} of shape {tuple(buffer.shape)}, "
-                f"requires_grad={buffer.requires_grad}; {like.dtype} of shape {tuple(like.shape)}, "
-                "without a gradient, is needed"
+                f"{self._where()}: {name}: got {buffer.dtype} of shape {tuple(buffer.shape)} on "
+                f"{buffer.device}, requires_grad={buffer.requires_grad}; {like.dtype} of shape "
+                f"{tuple(shape)} on {like.device}, without a gradient, is needed"
             )
 
     def wgrad_choice(self, recipe: Recipe | None = None) -> rates.Choice:
@@ -375,7 +392,8 @@ class Experts(Module):
             parts = (dw,) if self.single_grouped_weight else dw.unbind(0)
             for w, part in zip(owners, parts, strict=True):
                 if w.requires_grad:
-                    w.grad = part if w.grad is None else w.grad + part
+                    made = part.to(w.dtype)  # torch.autocast, where nothing quantizes
+                    w.grad = made if w.grad is None else w.grad + made
         for hook in store.hooks:
             hook()
 
@@ -399,14 +417,16 @@ class Experts(Module):
         """Entries of the other layout into those of this one; redundant ones are dropped."""
         if single:
             if whole not in state and all(name in state for name in each):
-                parts = [_dense(state[name]) for name in each]
+                parts = [state[name] for name in each]
                 shapes = sorted({tuple(p.shape) for p in parts})
                 if len(shapes) > 1:
                     raise ValueError(
                         f"{self._where()}: {each[0]} to {each[-1]}: got shapes {shapes}; members "
                         f"of one parameter {whole} have one shape"
                     )
-                state[whole] = torch.stack(parts)
+                group = as_group(parts)
+                values = group is None
+                state[whole] = torch.stack([_dense(p) for p in parts]) if values else group
             if whole in state:
                 for name in each:
                     state.pop(name, None)
@@ -419,9 +439,13 @@ class Experts(Module):
         if held.shape[0] != self.num_gemms:
             state[whole] = held  # reported as unexpected
             return
-        held = _dense(held)
-        held = held.squeeze(1) if held.dim() == 3 and whole.endswith("bias") else held
-        for name, member in zip(each, held.unbind(0), strict=True):
+        if isinstance(held, GroupedTensorStorage):
+            members = held.split_into_quantized_tensors()
+        else:
+            held = _dense(held)
+            held = held.squeeze(1) if held.dim() == 3 and whole.endswith("bias") else held
+            members = held.unbind(0)
+        for name, member in zip(each, members, strict=True):
             state.setdefault(name, member)
 
 
@@ -441,7 +465,7 @@ def together(weights: list[Any]) -> Tensor:
     if not library.traced() and _plain(weights):
         return apart.stacked(weights)
     with torch.no_grad():
-        return torch.stack([w.detach() for w in weights])
+        return apart.joined(torch.stack, [w.detach() for w in weights])
 
 
 def _plain(weights: list[Any]) -> bool:
@@ -526,15 +550,6 @@ class Later:
 
 
 # ------------------------------------------------------------------------------------------ sizes
-def _integers(given: Any, name: str) -> list[int]:
-    try:
-        return [operator.index(n) for n in given]
-    except TypeError as error:
-        raise TypeError(
-            f"{name}: got {given!r}; a sequence of integers, or a tensor of them, is needed"
-        ) from error
-
-
 def _uploaded(sizes: Tensor, device: torch.device, name: str) -> Tensor:
     """Sizes of the host on `device`; a copy from pinned memory waits for nothing."""
     if device.type != "cuda":

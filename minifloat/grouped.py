@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from . import ragged
-from .dtypes import TE_DType_To_Torch
+from .dtypes import DType, TE_DType_To_Torch
 from .formats import cdiv
+from .inputs import check_nominal, check_noop
 from .quantizers import Quantizer
 from .tensors import GroupedTensor, GroupedTensorStorage, grouped_cast
 from .tensors.grouped_factories import arguments, fields
@@ -112,6 +113,7 @@ def group_quantize(  # noqa: PLR0913  (the contract's signature)
     if not torch.compiler.is_compiling():  # PyTorch 2.11 hides a constant's class while it traces
         grouped_cast.check_quantizer(quantizer)
     _check_output(output, quantizer, num_tensors, tensor, first_dims, last_dims)
+    check_noop(noop_flag)
     if noop_flag is not None and output is None:
         raise ValueError("noop_flag: a new group has nothing to keep; pass output= with it")
     with torch.no_grad():
@@ -152,7 +154,7 @@ def _on_device(dims: Any, num: int, x: Tensor) -> Tensor | None:
         if dims is not None:
             _check_splits(dims, "first_dims")
         return None if dims is None else dims.to(x.device, torch.int64)
-    sizes = [int(d) for d in dims]
+    sizes = ragged.integers(dims, "first_dims")
     ragged.check_sizes(sizes, num, x.shape[0])
     return torch.tensor(sizes, dtype=torch.int64, device=x.device)
 
@@ -161,13 +163,14 @@ def _of_widths(
     tensor: Tensor, quantizer: Any, num: int, first_dims: Any, last_dims: Any, seed: Any
 ) -> Any:
     """Members of several widths, from their shapes on the host."""
-    rows, columns = (_host(d) for d in (first_dims, last_dims))
+    rows = None if first_dims is None else ragged.integers(first_dims, "first_dims")
+    columns = ragged.integers(last_dims, "last_dims")
     for name, dims in (("first_dims", rows), ("last_dims", columns)):
         if dims is not None and (len(dims) != num or any(d < 0 for d in dims)):
             raise ValueError(f"{name}: got {dims}; {num} sizes, none negative, are needed")
     if rows is None:
         rows = [tensor.shape[0]] * num
-    shapes = list(zip(rows, columns or [], strict=True))
+    shapes = list(zip(rows, columns, strict=True))
     flat = tensor.reshape(-1)
     if sum(r * c for r, c in shapes) != flat.numel():
         raise ValueError(
@@ -183,12 +186,6 @@ def _of_widths(
     )
     group._write_parts(grouped_cast.of_members(quantizer, members, seed=seed))
     return group
-
-
-def _host(dims: Any) -> list[int] | None:
-    if dims is None:
-        return None
-    return [int(d) for d in (dims.tolist() if isinstance(dims, Tensor) else dims)]
 
 
 def _check_output(
@@ -247,7 +244,8 @@ def group_dequantize(input: Any, otype: Any = None) -> Any:
     """
     if not isinstance(input, GroupedTensorStorage):
         raise TypeError(f"input: got {type(input).__name__}; a grouped tensor is needed")
-    dtype = otype if otype is None or isinstance(otype, torch.dtype) else TE_DType_To_Torch[otype]
+    dtype = TE_DType_To_Torch[otype] if isinstance(otype, DType) else otype
+    check_nominal(dtype)
     with torch.no_grad():
         return input._dequantized_group(dtype)  # a method: graphs call those of tensors as a whole
 
@@ -263,7 +261,7 @@ def split_quantize(
 
     `disable_bulk_allocation` changes nothing: results never share an allocation.
     """
-    sizes = [int(s) for s in split_sections]
+    sizes = ragged.integers(split_sections, "split_sections")
     if len(quantizer_list) != len(sizes):
         raise ValueError(
             f"quantizer_list: got {len(quantizer_list)}; there are {len(sizes)} sections"

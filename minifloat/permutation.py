@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from . import library, ragged
 from .autograd import run
 from .formats import cdiv
 
@@ -244,14 +245,18 @@ def moe_permute_and_pad_with_probs(
     _check_probs(probs, routing_map, "probs")
     if align_size <= 0:
         raise ValueError(f"align_size: got {align_size}; it must be positive")
-    given = tokens_per_expert
-    counts = [int(n) for n in (given.tolist() if isinstance(given, Tensor) else given)]
+    counts = ragged.integers(tokens_per_expert, "tokens_per_expert")
     if len(counts) != routing_map.shape[1] or any(n < 0 for n in counts):
         raise ValueError(
             f"tokens_per_expert: got {counts}; routing_map has {routing_map.shape[1]} experts, and "
             "none has a negative count"
         )
     padded = [cdiv(n, align_size) * align_size for n in counts]
+    found = (routing_map != 0).sum(0)
+    _require(
+        (found == torch.tensor(counts, device=found.device)).all(),
+        f"tokens_per_expert: got {counts}; routing_map gives the experts other numbers of tokens",
+    )
     row_id_map = _mask_map(routing_map, sum(counts))
     target = torch.tensor(padded, dtype=torch.int64, device=inp.device)
     offsets = None
@@ -293,6 +298,8 @@ def moe_unpermute(
     if given.dim() != 2:
         shape = tuple(given.shape)
         raise ValueError(f"row_id_map: got shape {shape}; that of moe_permute is [tokens, ...]")
+    if given.dtype is not torch.int64:
+        raise TypeError(f"row_id_map: got {given.dtype}; that of moe_permute is torch.int64")
     if merging_probs is not None:
         _check_probs(merging_probs, row_id_map, "merging_probs")
     if restore_shape is not None and _elements(restore_shape) != row_id_map.shape[0] * inp.shape[1]:
@@ -300,7 +307,18 @@ def moe_unpermute(
             f"restore_shape: got {tuple(restore_shape)}; there are {row_id_map.shape[0]} tokens of "
             f"{inp.shape[1]}"
         )
+    if pad_offsets is not None:
+        of: Any = tuple(pad_offsets.shape) if isinstance(pad_offsets, Tensor) else pad_offsets
+        if of != (row_id_map.shape[1],):
+            raise ValueError(
+                f"pad_offsets: got {of}; one for each of {row_id_map.shape[1]} experts"
+            )
     moved = _padded(row_id_map, pad_offsets)
+    if _on_host(moved) and moved.numel() > 0:
+        _require(
+            moved.max() < inp.shape[0],
+            f"inp: got {inp.shape[0]} rows; row_id_map is of an input with more",
+        )
     out: Tensor = run(_Unpermute, map_type == "mask", inp, merging_probs, moved)
     return out if restore_shape is None else out.reshape(tuple(restore_shape))
 
@@ -334,8 +352,21 @@ def _chunk_rows(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tuple
             raise ValueError(
                 f"{name}: got shape {tuple(t.shape)}; one entry per chunk, in one dim, is needed"
             )
+    if split_sizes.shape[0] == 0:
+        raise ValueError("split_sizes: got no chunks; one at least is needed")
     sizes = split_sizes.to(inp.device, torch.int64)
     order = sorted_index.to(inp.device, torch.int64)
+    if _on_host(sizes):
+        _require(
+            (sizes >= 0).all() & (sizes.sum() <= inp.shape[0]),
+            f"split_sizes: got {sizes.tolist()}; none may be negative, and together they are at "
+            f"most the {inp.shape[0]} rows",
+        )
+        _require(
+            (order.sort().values == torch.arange(order.shape[0])).all(),
+            f"sorted_index: got {order.tolist()}; each of the {order.shape[0]} chunks once is "
+            "needed",
+        )
     ends = torch.cumsum(sizes, 0)
     sorted_ends = torch.cumsum(sizes[order], 0)
     # Where chunk c begins, before and after.
@@ -350,7 +381,22 @@ def _chunk_rows(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tuple
     return torch.where(inside, source, -1), torch.where(inside, target, -1)
 
 
-def _check(inp: Tensor, routing_map: Tensor, map_type: str) -> None:
+def _on_host(t: Tensor) -> bool:
+    """Whether looking at the numbers waits for nothing."""
+    return t.device.type == "cpu" and not library.traced()
+
+
+def _require(holds: Tensor, message: str) -> None:
+    """Raise unless `holds`: here if the host knows, else where the device finds out."""
+    if not _on_host(holds):
+        torch._assert_async(holds, message)
+    elif not bool(holds):
+        raise ValueError(message)
+
+
+def _check(inp: Tensor, routing_map: Any, map_type: str) -> None:
+    if not isinstance(routing_map, Tensor):
+        raise TypeError(f"routing_map: got {type(routing_map).__name__}; a tensor is needed")
     if map_type not in ("mask", "index"):
         raise ValueError(f"map_type: got {map_type!r}; allowed: 'mask', 'index'")
     if inp.dim() != 2 or routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
@@ -362,7 +408,9 @@ def _check(inp: Tensor, routing_map: Tensor, map_type: str) -> None:
         raise TypeError(f"routing_map: got {routing_map.dtype}; expert ids are integers")
 
 
-def _check_probs(probs: Tensor, of: Tensor, name: str) -> None:
+def _check_probs(probs: Any, of: Tensor, name: str) -> None:
+    if not isinstance(probs, Tensor):
+        raise TypeError(f"{name}: got {type(probs).__name__}; a tensor is needed")
     if probs.shape != of.shape or not probs.is_floating_point():
         raise ValueError(
             f"{name}: got {probs.dtype} of shape {tuple(probs.shape)}; floating-point of shape "

@@ -14,6 +14,7 @@ On CUDA one launch casts all members; elsewhere, and with options no kernel has,
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ __all__ = [
     "dequantize",
     "dequantize_lines",
     "exact",
+    "integers",
     "kernels",
     "places",
     "quantize",
@@ -106,6 +108,16 @@ def room(shape: Sequence[int], num: int, ragged: bool, *casts: Cast | None) -> l
     return out
 
 
+def integers(given: Any, name: str) -> list[int]:
+    """`given`, a sequence of integers or a tensor of them, as a list; the host waits for it."""
+    try:
+        return [operator.index(n) for n in (given.tolist() if isinstance(given, Tensor) else given)]
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: got {given!r}; a sequence of integers, or a tensor of them, is needed"
+        ) from error
+
+
 def check_sizes(sizes: Sequence[int], num: int, rows: int, name: str = "first_dims") -> None:
     """Raise for sizes that are not those of `num` members with `rows` rows together."""
     if len(sizes) != num:
@@ -122,7 +134,7 @@ def check_sizes(sizes: Sequence[int], num: int, rows: int, name: str = "first_di
 def _sizes(sizes: Tensor | None, num: int, rows: int) -> list[int]:
     """The sizes on the host: the reference's way, which waits for the device."""
     if sizes is None:
-        if num < 1 or rows % num != 0:
+        if rows % num != 0:
             raise ValueError(
                 f"num_tensors: got {num}; {rows} rows do not divide into that many equal members: "
                 "pass first_dims"
@@ -148,6 +160,8 @@ def kernels(x: Tensor, row: Cast | None, col: Cast | None) -> Any:
 def _check(x: Tensor, sizes: Tensor | None, num: int) -> None:
     if x.dim() != 2:
         raise ValueError(f"tensor: got shape {tuple(x.shape)}; a matrix [rows, columns] is needed")
+    if not hasattr(num, "__index__") or num < 1:
+        raise ValueError(f"num_tensors: got {num!r}; an int >= 1 is needed")
     if sizes is None:
         return
     if sizes.dtype not in (torch.int32, torch.int64) or sizes.dim() != 1:

@@ -271,7 +271,24 @@ X = torch.ones(12, 16)
             lambda q: mf.group_quantize(X, q, 2, None, output=mf.group_quantize(X, q, 3, None)),
             "3 members",
         ),
+        (lambda q: mf.group_quantize(X, q, 0, None), "num_tensors: got 0; an int >= 1"),
+        (lambda q: mf.group_quantize(X, q, 1.5, None), "num_tensors: got 1.5; an int >= 1"),
+        (lambda q: mf.group_quantize(X, q, 2, [5.5, 6.5]), r"first_dims: got \[5.5, 6.5\]; .* int"),
+        (lambda q: mf.group_quantize(X, q, 2, None, [8.0, 8.0]), r"last_dims: got .* integers"),
+        (lambda q: mf.split_quantize(X, [5.5, 6.5], [q, q]), "split_sections: got .* integers"),
+        (
+            lambda q: mf.group_quantize(
+                X, q, 2, None, output=mf.group_quantize(X, q, 2, None), noop_flag=torch.ones(2)
+            ),
+            r"noop_flag: got shape \(2,\)",
+        ),
+        (
+            lambda q: mf.group_quantize(X, q, 2, None).quantize([X[:6]] * 2, torch.ones(2)),
+            r"noop_flag: got shape \(2,\)",
+        ),
         (lambda q: mf.group_dequantize(X), "a grouped tensor is needed"),
+        (lambda q: mf.group_dequantize(mf.group_quantize(X, q, 2, None), torch.int8), "floating"),
+        (lambda q: mf.group_dequantize(mf.group_quantize(X, q, 2, None), "bf16"), "floating"),
         (lambda q: mf.split_quantize(X, [5, 7], [q]), "quantizer_list: got 1"),
         (lambda q: mf.split_quantize(X, [5, 5], [q, q]), "split_sections"),
         (lambda q: mf.multi_tensor_quantize([X], [None]), r"quantizers\[0\]"),

@@ -212,6 +212,19 @@ def test_chunks_in_a_graph() -> None:
         assert torch.equal(fn(inp, sizes, order), mf.moe_sort_chunks_by_index(inp, sizes, order))
 
 
+def sort(x: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+    of: Any = {"dtype": torch.int64}
+    return mf.moe_sort_chunks_by_index(x, torch.tensor(sizes, **of), torch.tensor(order, **of))
+
+
+def test_other_counts_than_those_of_the_map_in_a_graph() -> None:
+    x, mask = torch.randn(3, 2), torch.ones(3, 4, dtype=torch.bool)
+    padded = torch.compile(mf.moe_permute_and_pad_with_probs, backend="aot_eager", fullgraph=True)
+    assert padded(x, mask.float(), mask, [3, 3, 3, 3], 4)[0].shape == (16, 2)
+    with pytest.raises(RuntimeError, match="tokens_per_expert: got"):
+        padded(x, mask.float(), mask, [2, 4, 3, 3], 4)
+
+
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
@@ -234,6 +247,30 @@ def test_chunks_in_a_graph() -> None:
             lambda x, m: mf.moe_permute_and_pad_with_probs(x, m.float(), m, [1], 4),
             "tokens_per_expert: got",
         ),
+        (
+            lambda x, m: mf.moe_permute_and_pad_with_probs(x, m.float(), m, [2, 4, 3, 3], 4),
+            r"tokens_per_expert: got \[2, 4, 3, 3\]; routing_map gives .* other numbers",
+        ),
+        (
+            lambda x, m: mf.moe_permute_and_pad_with_probs(x, m.float(), m, [3.0, 3, 3, 3], 4),
+            "tokens_per_expert: got .* integers",
+        ),
+        (lambda x, m: mf.moe_permute(x, [[1, 0]], 4), "routing_map: got list"),
+        (lambda x, m: mf.moe_permute_with_probs(x, None, m, 4), "probs: got NoneType"),
+        (lambda x, m: mf.moe_unpermute(x, m.float()), "row_id_map: got torch.float32"),
+        (
+            lambda x, m: mf.moe_unpermute(x, mf.moe_permute(x, m, 12)[1]),
+            "inp: got 3 rows; row_id_map is of an input with more",
+        ),
+        (
+            lambda x, m: mf.moe_unpermute(x, m.long() - 1, pad_offsets=torch.zeros(3)),
+            r"pad_offsets: got \(3,\); one for each of 4",
+        ),
+        (lambda x, m: sort(x, [4, -1], [1, 0]), r"split_sizes: got \[4, -1\]; none .* negative"),
+        (lambda x, m: sort(x, [2, 2], [1, 0]), r"split_sizes: got \[2, 2\]; .* the 3 rows"),
+        (lambda x, m: sort(x, [1, 2], [1, 1]), r"sorted_index: got \[1, 1\]; each of the 2"),
+        (lambda x, m: sort(x, [1, 2], [1, 2]), r"sorted_index: got \[1, 2\]; each of the 2"),
+        (lambda x, m: sort(x, [], []), "split_sizes: got no chunks"),
     ],
 )
 def test_errors_name_the_argument(call: Any, complaint: str) -> None:

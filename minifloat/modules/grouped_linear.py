@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from .. import autograd, ragged
 from ..core import grouped
 from ..experts import QUANTIZED, Apart, Experts, Later, Splits, together
 from ..module import Begun
-from ..parameters import default_device, default_init
+from ..parameters import check_parameter_dtype, default_device, default_init, find_main_grad
 from ..recipe.delayed import DelayedState
+from ..recipe.plan import Plan
 from ..tensors import QuantizedTensorStorage
 from .projection import Projection, refuse_unsupported
 
@@ -67,8 +69,8 @@ class GroupedLinear(Experts, Projection):
         refuse_unsupported(
             where, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, ub_name=ub_name
         )
-        if num_gemms < 1:
-            raise ValueError(f"{where}: num_gemms: got {num_gemms}; it must be positive")
+        if not hasattr(num_gemms, "__index__") or num_gemms < 1:
+            raise ValueError(f"{where}: num_gemms: got {num_gemms!r}; an int >= 1 is needed")
         if use_grouped_tensor is not None and not isinstance(use_grouped_tensor, bool):
             raise TypeError(
                 f"{where}: use_grouped_tensor: got {type(use_grouped_tensor).__name__}; a bool or "
@@ -111,6 +113,7 @@ class GroupedLinear(Experts, Projection):
         self._tracker = (get_rng_state_tracker, rng_tracker_name)
         self._shard(in_features, out_features, where)
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        check_parameter_dtype(dtype, where)
         self._make_parameters(dtype, device)
 
     def extra_repr(self) -> str:
@@ -140,9 +143,12 @@ class GroupedLinear(Experts, Projection):
         if dgrad_out is not None:
             inp = self._with_buffer(inp, dgrad_out)
         shape = inp.shape
+        if out is not None:
+            self._check_buffer("out", out, inp, (*shape[:-1], self.out_features))
         x = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
         sizes = self._sizes(m_splits, x.shape[0], x.device, "m_splits")
-        begun = self._begin()
+        asks = self._special or isinstance(owners[0], QUANTIZED)
+        begun = self._begin(partial(self._refuse_experts, owners) if asks else None)
         self._advise(begun, x)
         weights = [self._read(w, x.dtype, begun.plan) for w in owners]
         if begun.calibration is not None:
@@ -163,7 +169,6 @@ class GroupedLinear(Experts, Projection):
         if inp.dim() != 2:
             y = y.reshape(*shape[:-1], self.out_features)
         if out is not None:
-            self._check_buffer("out", out, y)
             y = out.detach().copy_(y)
         if not self.return_bias:
             return y
@@ -189,15 +194,17 @@ class GroupedLinear(Experts, Projection):
                 f"{self._where()}: inp: got shape {tuple(inp.shape)}; [rows, "
                 f"in_features={self.in_features}] is needed"
             )
-        self._check_dtypes(owners)
-        if torch.is_autocast_enabled(inp.device.type):
-            return inp.to(torch.get_autocast_dtype(inp.device.type))
-        if inp.dtype != owners[0].dtype:
-            raise TypeError(
-                f"{self._where()}: inp: got {inp.dtype}, the parameters {owners[0].dtype}; convert "
-                "one of them, or run under torch.autocast"
-            )
-        return inp
+        self._check_alike(owners)
+        return self._as_computed(inp, owners[0])
+
+    def _refuse_experts(self, owners: list[Any], plan: Plan) -> None:
+        """Raise for what a forward by `plan` would find wrong on its way."""
+        for w in owners:
+            self._check_recipe(w, plan)
+            if self._into_main_grad(w):
+                find_main_grad(w, self._where(), "fuse_wgrad_accumulation")
+        if self.save_original_input:
+            self._check_saving(plan)
 
     def _record(self, x: Tensor, weights: list[Any], sizes: Tensor, begun: Begun) -> None:
         """Calibration: the experts' amaxes, for a recipe that scales by history."""
@@ -222,7 +229,7 @@ class GroupedLinear(Experts, Projection):
 
     def _with_buffer(self, inp: Tensor, buffer: Tensor) -> Tensor:
         """`inp`, whose gradient comes in `buffer`."""
-        self._check_buffer("dgrad_out", buffer, inp)
+        self._check_buffer("dgrad_out", buffer, inp, inp.shape)
         if torch.compiler.is_compiling():
             raise NotImplementedError(
                 f"{self._where()}: dgrad_out inside torch.compile: a graph makes its own buffers; "
@@ -240,7 +247,7 @@ class GroupedLinear(Experts, Projection):
     def _main_grad(
         self, weight: Any, owners: list[Any], first: bool | None
     ) -> tuple[Any, bool, bool | None]:
-        if not (self.fuse_wgrad_accumulation and any([w.requires_grad for w in owners])):  # noqa: C419
+        if not any([self._into_main_grad(w) for w in owners]):  # noqa: C419  (2.11 traces lists)
             return None, False, None
         into, overwrite, dummy = self._main_grads(owners, "fuse_wgrad_accumulation")
         return into, overwrite or first is True, dummy

@@ -6,11 +6,13 @@ minifloat casts and multiplies any number of rows; nothing here needs these modu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import apart, ragged
 from ..formats import rup
 from ..recipe import get_align_size_for_quantization, get_default_recipe
 from ..recipe.autocast import STATE
@@ -27,16 +29,18 @@ class _Splits(torch.nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
-        if num_gemms <= 0:
-            raise ValueError(f"num_gemms: got {num_gemms}; it must be positive")
-        if align_size is not None and align_size <= 0:
-            raise ValueError(f"align_size: got {align_size}; it must be positive, or None")
+        for name, given in (
+            ("num_gemms", num_gemms),
+            ("align_size", 1 if align_size is None else align_size),
+        ):
+            if not hasattr(given, "__index__") or given < 1:
+                raise ValueError(f"{name}: got {given!r}; an int >= 1 is needed")
         self.num_gemms = num_gemms
         self.align_size = align_size
 
     def _padded(self, m_splits: Sequence[int]) -> tuple[list[int], list[int]]:
         """(the splits, the padded splits)."""
-        splits = [int(m) for m in m_splits]
+        splits = ragged.integers(m_splits, "m_splits")
         if len(splits) != self.num_gemms or any(m < 0 for m in splits):
             raise DimsError(
                 f"m_splits: got {splits}; {self.num_gemms} sizes, none negative, are needed"
@@ -57,7 +61,7 @@ class Fp8Padding(_Splits):
             return inp, m_splits
         parts = torch.split(inp, splits)
         rows = [pad(t, (0, 0, 0, p - m)) for t, m, p in zip(parts, splits, padded, strict=True)]
-        return torch.cat(rows), padded
+        return apart.joined(torch.cat, rows), padded
 
 
 class Fp8Unpadding(_Splits):
@@ -69,10 +73,13 @@ class Fp8Unpadding(_Splits):
         if padded == splits:
             return inp
         parts = torch.split(inp, padded)
-        return torch.cat([t.narrow(0, 0, m) for t, m in zip(parts, splits, strict=True)])
+        kept = [t.narrow(0, 0, m) for t, m in zip(parts, splits, strict=True)]
+        return apart.joined(torch.cat, kept)
 
 
-def _check_rows(inp: Tensor, splits: Sequence[int]) -> None:
+def _check_rows(inp: Any, splits: Sequence[int]) -> None:
+    if not isinstance(inp, Tensor):
+        raise TypeError(f"inp: got {type(inp).__name__}; a tensor is needed")
     if inp.dim() != 2 or inp.shape[0] != sum(splits):
         raise ValueError(
             f"inp: got shape {tuple(inp.shape)}; the splits {list(splits)} need ({sum(splits)}, "

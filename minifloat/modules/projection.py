@@ -171,7 +171,7 @@ class Projection(CachesWeight):
             self._reads_quantized_input(inp, plan, self._needs_col(weight, plan))
         if inp is not None and self._collects():
             self._check_sequence(inp.shape)
-        if self.fuse_wgrad_accumulation and weight.requires_grad:
+        if self._into_main_grad(weight):
             find_main_grad(owners[0], self._where(), "fuse_wgrad_accumulation")
         if self.save_original_input:
             self._check_saving(plan)
@@ -288,6 +288,10 @@ class Projection(CachesWeight):
                 f"{self._where()}: tp_size={self.tp_size} without a process group; pass tp_group "
                 "or call set_tensor_parallel_group(group)"
             )
+        return self._as_computed(inp, weight)
+
+    def _as_computed(self, inp: Tensor, weight: Any) -> Tensor:
+        """The input in the dtype of the product; `weight` is one of the parameters."""
         if inp.device != weight.device:
             raise RuntimeError(
                 f"{self._where()}: inp: it is on {inp.device}, the parameters on {weight.device}; "
@@ -354,11 +358,16 @@ class Projection(CachesWeight):
                     amax = self.delayed.live(slot)[1]
                     amax.copy_(torch.maximum(amax, dispatch.amax(x.detach(), cast, None)[0]))
 
+    def _into_main_grad(self, weight: Any) -> bool:
+        """Whether backward adds the gradient of `weight` to `main_grad`."""
+        asked = self.fuse_wgrad_accumulation and weight.requires_grad
+        return bool(asked and torch.is_grad_enabled())
+
     def _main_grad(
         self, weight: Any, owners: list[Any], first: bool | None
     ) -> tuple[Any, bool, bool | None]:
         """(main_grad, whether to overwrite it, dummy gradient: None, or whether it is zeros)."""
-        if not self.fuse_wgrad_accumulation or not weight.requires_grad:
+        if not self._into_main_grad(weight):
             return None, False, None
         found, overwrite, dummy = main_grad(owners[0], self._where(), "fuse_wgrad_accumulation")
         return found, overwrite or first is True, dummy

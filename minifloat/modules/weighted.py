@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import apart
 from ..parameters import (
     check_parameter_dtype,
     default_device,
@@ -153,4 +154,4 @@ class Weighted(Projection):
 
 
 def _joined(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else apart.joined(torch.cat, parts)

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import grouped_cast
 from .grouped_factories import CLASSES
 from .grouped_operators import BANNED, HANDLERS, refuse
 from .grouped_shapes import member_shapes, outer_shape
 from .grouped_storage import GroupedTensorStorage, _no_parameter
 from .operators import dequantized_call
 from .storage import _as_size
+from .tensor import QuantizedTensor
 from .wrapper import Wrapper, contiguous_stride
 
-__all__ = ["GroupedTensor", "as_parameter"]
+__all__ = ["GroupedTensor", "as_group", "as_parameter", "group_like"]
 
 
 class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc]
@@ -143,6 +145,46 @@ def as_parameter(group: Any, requires_grad: bool = True) -> torch.nn.Parameter:
             raise _no_parameter(group)
         raise TypeError(f"group: got {type(group).__name__}; a GroupedTensor is needed")
     return torch.nn.Parameter(group, requires_grad=requires_grad)
+
+
+def group_like(one: Any, num: int) -> Any:
+    """An uninitialised group of `num` quantized matrices like `one`, with the copies it has."""
+    quantizer, shapes = one._quantizer._for_tensor(one), [tuple(one.shape)] * num
+    return GroupedTensorStorage.make_grouped_tensor_with_shapes(
+        num, shapes, quantizer, one.device, one.dtype
+    )
+
+
+def as_group(matrices: list[Any]) -> Any:
+    """One `GroupedTensor` with the codes of quantized matrices; None where they are not quantized
+    alike, or as no group is."""
+    first = matrices[0]
+    if not isinstance(first, QuantizedTensor) or not _forms_groups(first._quantizer):
+        return None
+    group = group_like(first, len(matrices))
+    pairs = list(zip(group.split_into_quantized_tensors(), matrices, strict=True))
+    for member, one in pairs:
+        if type(one) is not type(member) or one.shape != member.shape or one.dtype != member.dtype:
+            return None
+        if one.get_usages() != member.get_usages() or member._difference(one):
+            return None
+    for member, one in pairs:
+        member.copy_from_storage(one)
+    if group._shares_scale:  # what a group keeps besides, and a member does not
+        group.amax.copy_(group.dequantize(dtype=torch.float32).abs().amax((1, 2)))
+        group.scale.copy_(group.scale_inv.reciprocal())
+    return group
+
+
+def _forms_groups(quantizer: Any) -> bool:
+    """Whether what `quantizer` makes can be the members of a parameter."""
+    if quantizer is None or quantizer.internal or quantizer._state_written():
+        return False
+    try:
+        grouped_cast.check_quantizer(quantizer)
+    except (NotImplementedError, ValueError):
+        return False
+    return True
 
 
 def _device_of(cls: Any, kwargs: dict[str, Any]) -> torch.device:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..inputs import check_nominal
 from . import grouped_cast
 from .grouped_shapes import Shape, logical_shape, member_shapes, numel, on_host, starts
 
@@ -67,6 +68,8 @@ class Factories:
         """An uninitialised group. Sizes that vary are read from the device, to allocate exactly."""
         if num_tensors <= 0:
             raise ValueError(f"num_tensors: got {num_tensors}; a group has at least one member")
+        for name, dims in (("first_dims", first_dims), ("last_dims", last_dims)):
+            _check_sizes(dims, num_tensors, name)
         if _is_capturing(first_dims, last_dims):
             raise ValueError(
                 "first_dims, last_dims: sizes that vary are read by the host, which a CUDA graph "
@@ -105,8 +108,10 @@ class Factories:
             raise ValueError(f"num_tensors: got {num_tensors}; a group has at least one member")
         if rowwise_data is None:
             raise ValueError("rowwise_data: got None; a tensor is needed")
-        if len(member) not in (1, 2):
-            raise ValueError(f"tensor_shape: got {member}; one or two dims are needed")
+        if len(member) not in (1, 2) or any(d < 0 for d in member):
+            raise ValueError(
+                f"tensor_shape: got {member}; one or two dims are needed, none negative"
+            )
         if rowwise_data.numel() != num_tensors * numel(member):
             raise ValueError(
                 f"rowwise_data, tensor_shape: got {rowwise_data.numel()} elements; {num_tensors} "
@@ -145,6 +150,7 @@ def _empty(
         internal = False
     else:
         grouped_cast.check_quantizer(quantizer)
+        check_nominal(dtype)
         made, internal = grouped_cast.allocate(quantizer, shapes, device), quantizer.internal
         kwargs = fields(quantizer)
     offsets = starts(numel(s) for s in shapes)
@@ -179,6 +185,18 @@ def arguments(parts: dict[str, Tensor]) -> dict[str, Tensor]:
     kwargs = {inner.part: inner.kwarg for inner in CLASSES[True]._INNER}
     kwargs["scale"] = kwargs["row_scale"]
     return {kwargs[part]: t for part, t in parts.items()}
+
+
+def _check_sizes(sizes: Any, num: int, name: str) -> None:
+    if sizes is None:
+        return
+    if not isinstance(sizes, Tensor):
+        raise TypeError(f"{name}: got {type(sizes).__name__}; a tensor of integers is needed")
+    if sizes.dtype not in (torch.int32, torch.int64) or tuple(sizes.shape) != (num,):
+        raise ValueError(
+            f"{name}: got {sizes.dtype} of shape {tuple(sizes.shape)}; int32 or int64 of shape "
+            f"({num},) is needed"
+        )
 
 
 def _check_dims(num_tensors: int, shapes: Sequence[Sequence[int]]) -> None:

@@ -67,6 +67,11 @@ def member_shapes(
         raise ValueError(
             f"shape: got {tuple(logical)}; members {found} make {logical_shape(found)}"
         )
+    if not varies and any(s != found[0] for s in found):
+        raise ValueError(
+            f"shapes: got {found}; for members that differ, first_dims or last_dims say so on the "
+            "device"
+        )
     return found
 
 

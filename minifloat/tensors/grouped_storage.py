@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import ragged
-from ..formats import E4M3
+from ..formats import E4M3, HIGH, Cast
+from ..inputs import check_noop
 from ..quantizers import UsageError
 from . import grouped_cast
 from .declaration import Inner, Plain
@@ -212,6 +213,13 @@ class GroupedTensorStorage(Factories, Declared):
         """The quantizer with the usages of the buffers that are there."""
         return self._quantizer._for_tensor(self)
 
+    def _cast(self, col: bool) -> Cast:
+        """What one copy of the members was cast with."""
+        if self._quantizer is None:
+            return HIGH
+        row, other = self._quantizer._with_usages(True, True)._casts()
+        return other if col else row  # type: ignore[no-any-return]
+
     def split_into_quantized_tensors(self) -> list[Any]:
         """The members, as views of the flat buffers: what is written there is written here.
 
@@ -260,6 +268,7 @@ class GroupedTensorStorage(Factories, Declared):
 
     def quantize(self, tensors: Sequence[Tensor], noop_flag: Tensor | None = None) -> list[Any]:
         """Quantize `tensors` into the members, in place; nothing happens where the flag is 1.0."""
+        check_noop(noop_flag)
         shapes = self._known_shapes()
         if len(tensors) != self.num_tensors:
             raise ValueError(f"tensors: got {len(tensors)}; there are {self.num_tensors} members")

@@ -14,6 +14,8 @@ from minifloat import ops
 from minifloat import recipe as recipes
 from minifloat.experts import together
 
+from .cases import RECIPES
+
 SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
 SPLITS = [5, 0, 33, 17]
 
@@ -411,6 +413,83 @@ def test_state_dicts_of_quantized_weights(source: Any, target: Any, quantized: s
     x = torch.randn(55, 48)
     with mf.autocast(recipe=recipe):
         assert torch.equal(a(x, SPLITS), b(x, SPLITS))
+
+
+@pytest.mark.parametrize("source", [{}, SINGLE], ids=["from_discrete", "from_single"])
+@pytest.mark.parametrize("target", [{}, SINGLE], ids=["to_discrete", "to_single"])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", ["current", "block", "nvfp4"])
+def test_codes_go_along(source: Any, target: Any, assign: bool, name: str) -> None:
+    """Scales of values that were quantized before would not be the same."""
+    recipe = RECIPES[name]()
+    torch.manual_seed(2)
+    with mf.quantized_model_init(recipe=recipe):
+        a = make(**source)
+        b = make(device="meta" if assign else "cpu", **target)
+    b.load_state_dict(a.state_dict(), assign=assign)
+    held = [list(one.weight.split_into_quantized_tensors()) if kwargs else weights(one)
+            for one, kwargs in ((a, source), (b, target))]  # fmt: skip
+    for x, y in zip(*held, strict=True):
+        assert type(x) is type(y) and x.get_usages() == y.get_usages()
+        theirs = y._buffers()
+        for key, buffer in x._buffers().items():
+            assert (buffer is None) == (theirs[key] is None)
+            assert buffer is None or torch.equal(buffer, theirs[key])
+    with mf.autocast(recipe=recipe):
+        x = torch.randn(55, 48)
+        y = b(x, SPLITS)
+        assert torch.equal(a(x, SPLITS), y)
+    y.sum().backward()
+    if target:  # what a group keeps besides: of the values
+        found = b.weight.dequantize().abs().amax((1, 2))
+        assert b.weight.amax is None or name == "nvfp4" or torch.allclose(b.weight.amax, found)
+
+
+def test_a_group_from_elsewhere() -> None:
+    recipe = recipes.MXFP8BlockScaling()
+    layer, x = make(**SINGLE), torch.randn(55, 48)
+    group = mf.group_quantize(
+        layer.weight.detach(), mf.MXFP8Quantizer(mf.DType.kFloat8E4M3), 4, None
+    )
+    with mf.autocast(recipe=recipe):
+        expected = layer(x, SPLITS)
+        layer.weight = mf.as_parameter(group)
+        assert torch.equal(layer(x, SPLITS), expected)
+    with (
+        mf.autocast(recipe=recipes.Float8CurrentScaling()),
+        pytest.raises(
+            RuntimeError, match="Recipe mismatch .*quantized as mxfp8_e4m3, .* multiplies fp8_e4m3"
+        ),
+    ):
+        layer(x, SPLITS)
+
+
+def test_copies_that_only_some_weights_have() -> None:
+    """One parameter has all of them, or none is made: no buffer is left as it was allocated."""
+    for name in ("current", "mxfp8"):
+        recipe = RECIPES[name]()
+        with mf.quantized_model_init(recipe=recipe):
+            layer = make()
+        other, x = copy.deepcopy(layer), torch.randn(55, 48, requires_grad=True)
+        layer.weight0.update_usage(columnwise_usage=False)
+        if name == "mxfp8":
+            with pytest.raises(RuntimeError, match="the columnwise copy is absent"):
+                layer.make_grouped_weights()
+            assert not layer.single_grouped_weight
+            continue
+        layer.make_grouped_weights()
+        found = []
+        for one in (layer, other):
+            with mf.autocast(recipe=recipe):
+                y = one(x, SPLITS)
+            found += torch.autograd.grad(y.sum(), x)
+        assert torch.equal(*found)
+    with mf.quantized_model_init(recipe=RECIPES["mxfp8"]()):
+        layer = make()
+    with mf.quantized_model_init(recipe=RECIPES["block"]()):
+        layer.weight1 = make().weight1
+    with pytest.raises(ValueError, match="make_grouped_weights: .* not quantized alike"):
+        layer.make_grouped_weights()
 
 
 @pytest.mark.parametrize("kwargs", [{}, SINGLE], ids=["discrete", "single"])

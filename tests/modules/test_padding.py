@@ -60,3 +60,18 @@ def test_one_graph() -> None:
 def test_bad_splits(splits: list[int]) -> None:
     with pytest.raises(ValueError, match="splits"):
         mf.Fp8Padding(2, 4)(torch.randn(12, 3), splits)
+
+
+def test_bad_input() -> None:
+    """Half a row is no row."""
+    pads, x = mf.Fp8Padding(2, 4), torch.randn(12, 3)
+    for splits in ([5.5, 6.5], None, torch.tensor([5.0, 7.0])):
+        with pytest.raises(TypeError, match="m_splits: got .* integers"):
+            pads(x, splits)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="inp: got list"):
+        pads([1.0], [5, 7])
+    for name, given in (("num_gemms", {"num_gemms": 1.5}), ("align_size", {"align_size": 0})):
+        with pytest.raises(ValueError, match=f"{name}: got .* an int >= 1"):
+            mf.Fp8Padding(**{"num_gemms": 2, **given})
+    with pytest.raises(ValueError, match="align_size: got 1.5"):
+        mf.Fp8Padding(2, 1.5)  # type: ignore[arg-type]

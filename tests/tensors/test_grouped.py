@@ -142,6 +142,14 @@ def test_the_quantizer_decides_the_class() -> None:
             ValueError,
             "members .* make",
         ),
+        (lambda f: f(2, [3, 5], None, 8, 4), TypeError, "first_dims: got list"),
+        (lambda f: f(2, torch.tensor([3, 5, 0]), None, 8, 4), ValueError, r"first_dims: .*\(3,\)"),
+        (lambda f: f(2, torch.tensor([3.0, 5.0]), None, 8, 4), ValueError, "torch.float32"),
+        (
+            lambda f: f(2, None, None, 8, 4, quantizer_of("mxfp8"), dtype=torch.int8),
+            TypeError,
+            "dtype: got torch.int8",
+        ),
         (lambda f: f(2, None, None, 8, 4, mf.IdentityQuantizer()), NotImplementedError, "one el"),
         (lambda f: f(2, None, None, 8, 4, quantizer_of("hybrid")), NotImplementedError, "one el"),
         (lambda f: f(2, None, None, 8, 4, 7), TypeError, "a Quantizer is needed"),
@@ -173,6 +181,7 @@ def test_from_rowwise_data() -> None:
         {"num_tensors": 0},
         {"tensor_shape": (4, 4)},
         {"tensor_shape": (1, 4, 5)},
+        {"tensor_shape": (-4, -5)},
         {"dtype": torch.float16},
         {"rowwise_data": data.transpose(1, 2)},
     ):
@@ -192,6 +201,8 @@ def test_the_constructor() -> None:
         Group((12, 2), torch.float32, row=1, **kwargs)
     with pytest.raises(ValueError, match="shapes: got 2"):
         Group((12, 2), torch.float32, shapes=[(4, 2)] * 2, **kwargs)
+    with pytest.raises(ValueError, match="members that differ, first_dims or last_dims say so"):
+        Group((12, 2), torch.float32, shapes=[(2, 2), (4, 2), (6, 2)], **kwargs)  # read as equal
     with pytest.raises(ValueError, match="one dim, or two"):
         Group((12, 2), torch.float32, shapes=[(1, 4, 2)] * 3, **kwargs)
     limit = group.nvfp4_e4m3_max

@@ -170,7 +170,7 @@ class GroupedLinear(Experts, QuantizedOperation):
         if self._weights()[0].is_meta:
             self.reset_parameters()
         owners = self._weights()
-        self._check_dtypes(owners)
+        self._check_alike(owners)
         begun = self._begin()
         trains = [w.requires_grad for w in owners]
         of_bias = [b.requires_grad for b in self._biases()]
@@ -248,7 +248,7 @@ class GroupedLinear(Experts, QuantizedOperation):
         y = y.reshape(*input_.shape[:-1], self.out_features)
         out = kwargs.get("output")
         if out is not None:
-            self._check_buffer("output", _eager(out, "output"), y)
+            self._check_buffer("output", _eager(out, "output"), y, y.shape)
             y = out.detach().copy_(y)
         if not fwd_kwargs["requires_grad"][0]:
             return y, Saved()
@@ -326,7 +326,7 @@ class GroupedLinear(Experts, QuantizedOperation):
         if dx is not None:
             dx = dx.reshape(ctx.shape)
             if ctx.buffer is not None:
-                self._check_buffer("grad_input", _eager(ctx.buffer, "grad_input"), dx)
+                self._check_buffer("grad_input", _eager(ctx.buffer, "grad_input"), dx, dx.shape)
                 dx = ctx.buffer.detach().copy_(dx)
         grads = self._grads(dw, of_bias if db is None else db)
         return dx, [grads], [(None, of_factors) if self._scale_bias else (None,)]
