@@ -4,6 +4,7 @@ where their gradients go."""
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,8 +18,10 @@ from .recipe.delayed import DelayedState
 from .recipe.plan import Plan
 
 __all__ = [
+    "check_eps",
     "check_parameter_dtype",
     "check_recipe_of",
+    "check_size",
     "default_device",
     "default_init",
     "find_main_grad",
@@ -53,6 +56,18 @@ def check_parameter_dtype(dtype: object, where: str) -> None:
             f"{where}: params_dtype: got {dtype!r}; torch.float32, torch.bfloat16 or torch.float16 "
             "is needed"
         )
+
+
+def check_size(size: object, where: str, argument: str) -> None:
+    """Raise unless `size` can be that of a dim."""
+    if isinstance(size, bool) or not hasattr(size, "__index__") or size < 0:  # type: ignore[operator]
+        raise ValueError(f"{where}: {argument}: got {size!r}; an int >= 0 is needed")
+
+
+def check_eps(eps: object, where: str) -> None:
+    """Raise unless `eps` can be added to a mean of squares."""
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"{where}: eps: got {eps!r}; a finite number >= 0 is needed")
 
 
 def splits(given: Any, out_features: int, tp_size: int, where: str) -> dict[str, int]:

@@ -163,7 +163,12 @@ def activation(
             f"limit, alpha, glu_linear_offset: {name!r} takes none; they belong to "
             f"{', '.join(n for n, a in ACTIVATIONS.items() if not math.isinf(a.limit))}"
         )
-    made = Producer(Kind.ACTIVATION, *found, interleave=glu_interleave_size or 0)
+    size = glu_interleave_size
+    if size is not None and (not isinstance(size, int) or size <= 0):
+        raise ValueError(
+            f"glu_interleave_size: got {size!r}; a positive number of columns is needed, or None"
+        )
+    made = Producer(Kind.ACTIVATION, *found, interleave=size or 0)
     return made.replace(**numbers)
 
 

@@ -38,6 +38,9 @@ def test_what_is_refused() -> None:
         activation("clamped_swiglu", alpha=float("inf"))
     with pytest.raises(ValueError, match="glu_interleave_size: got 8; .* gated"):
         activation("gelu", glu_interleave_size=8)
+    for size in (0, -2, "a"):
+        with pytest.raises(ValueError, match=f"glu_interleave_size: got {size!r}; a positive"):
+            activation("swiglu", glu_interleave_size=size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="h: got 5 columns; .* a multiple of 2 is needed"):
         columns(activation("swiglu"), 5)
     with pytest.raises(ValueError, match="in blocks of 8, so a multiple of 16 is needed"):

@@ -17,7 +17,13 @@ from ..core.linear import Call
 from ..core.link import Tap
 from ..core.recompute import Recomputed, RecomputedCall, RecomputedPair
 from ..module import Module
-from ..parameters import default_device, default_init, initialise, quantized_parameter
+from ..parameters import (
+    check_size,
+    default_device,
+    default_init,
+    initialise,
+    quantized_parameter,
+)
 from ..producer import activation as activation_of
 from ..recipe import Recipe
 from ..recipe.roles import QuantizerRole
@@ -103,6 +109,8 @@ class LayerNormMLP(Module, Normed):
             ub_bulk_wgrad=ub_bulk_wgrad,
             symmetric_ar_type=symmetric_ar_type,
         )
+        check_size(hidden_size, where, "hidden_size")
+        check_size(ffn_hidden_size, where, "ffn_hidden_size")
         self.name = name
         self.activation, self.checkpoint = activation, checkpoint
         self._act = _activation(activation, activation_params, where)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..core.norm import Norm, NormCall
+from ..parameters import check_eps, check_size
 from ..recipe.plan import Plan
 from .projection import ModeError
 
@@ -41,6 +42,8 @@ class Normed(nn.Module):
             raise ModeError(
                 f"{where}: normalization: got {normalization!r}; allowed: 'LayerNorm', 'RMSNorm'"
             )
+        check_size(size, where, "in_features")
+        check_eps(eps, where)
         self.eps, self.normalization = eps, normalization
         self.zero_centered_gamma = zero_centered_gamma
         self._norm_sequence_parallel = sequence_parallel

@@ -23,7 +23,7 @@ from ..core.linear import Linear as LinearOp
 from ..formats import Operand
 from ..inputs import INPUT_DTYPES
 from ..module import Begun
-from ..parameters import check_recipe_of, find_main_grad, main_grad, quantized_weight
+from ..parameters import check_recipe_of, check_size, find_main_grad, main_grad, quantized_weight
 from ..quantizers import UsageError
 from ..recipe.autocast import STATE
 from ..recipe.plan import Plan
@@ -100,8 +100,7 @@ class Projection(CachesWeight):
             (out_features, column, "out_features"),
             (in_features, row, "in_features"),
         ):
-            if not hasattr(size, "__index__") or size < 0:
-                raise ValueError(f"{where}: {argument}: got {size!r}; an int >= 0 is needed")
+            check_size(size, where, argument)
             if size % ways:
                 raise ValueError(f"{where}: {argument}={size}: tp_size={ways} does not divide it")
         self.in_features, self.out_features = in_features // row, out_features // column

@@ -23,11 +23,12 @@ class Sequential(nn.Module):
     def __init__(self, *modules: Any) -> None:
         super().__init__()
         if len(modules) == 1 and isinstance(modules[0], dict):
-            for name, module in modules[0].items():
-                self.add_module(name, module)
+            named = list(modules[0].items())
         else:
-            for i, module in enumerate(modules):
-                self.add_module(str(i), module)
+            named = [(str(i), module) for i, module in enumerate(modules)]
+        for name, module in named:
+            _check(module)
+            self.add_module(name, module)
         self._module_groups: list[Any] = []
         self._regroup()
 
@@ -154,7 +155,7 @@ class Sequential(nn.Module):
 
         `op_kwargs` are keyword arguments of operations: {BasicOperation, or its index: {...}}.
         """
-        given = self._given(op_kwargs or {})
+        given = self._given({} if op_kwargs is None else op_kwargs)
         wanted = sum([g.num_extra_inputs for g in self._module_groups if _fused(g)])
         if wanted != len(extra_inputs):
             raise ValueError(
@@ -165,6 +166,11 @@ class Sequential(nn.Module):
 
     def _given(self, op_kwargs: dict[Any, dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
         """(operation, its keyword arguments)."""
+        if not isinstance(op_kwargs, dict):
+            raise TypeError(
+                f"Sequential: op_kwargs: got {type(op_kwargs).__name__}; a dict is needed, of "
+                "operations or their indices to keyword arguments"
+            )
         made = []
         for key, kwargs in op_kwargs.items():
             op = self[key] if isinstance(key, int) else key

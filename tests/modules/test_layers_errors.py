@@ -118,6 +118,26 @@ def test_bad_activation_params(activation: str, params: dict[str, Any]) -> None:
         layer("LayerNormMLP", activation=activation, activation_params=params)
 
 
+@both
+@pytest.mark.parametrize("eps", [-1e-5, float("nan"), float("inf"), None, "small", True])
+def test_an_eps_that_is_none(kind: str, eps: Any) -> None:
+    with pytest.raises(ValueError, match=says(kind, "eps", "number >= 0")):
+        layer(kind, eps=eps)
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, "8", True])
+def test_sizes_that_are_none(size: Any) -> None:
+    for kind, names in (
+        ("LayerNormLinear", ("in_features", "out_features")),
+        ("LayerNormMLP", ("hidden_size", "ffn_hidden_size")),
+    ):
+        for i, name in enumerate(names):
+            sizes = [32, 48]
+            sizes[i] = size
+            with pytest.raises(ValueError, match=f"{kind}: {name}: got .*; an int >= 0"):
+                getattr(minifloat, kind)(*sizes)
+
+
 def test_sizes_that_ranks_do_not_divide() -> None:
     with pytest.raises(ValueError, match=says("LayerNormLinear", "out_features=48", "tp_size=5")):
         layer("LayerNormLinear", parallel_mode="column", tp_size=5)

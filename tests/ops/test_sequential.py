@@ -144,6 +144,24 @@ def test_only_modules_are_taken() -> None:
         model[1.0]  # type: ignore[index]
 
 
+def test_what_operations_are_made_with_is_checked() -> None:
+    for made, argument in (
+        (lambda: ops.Dropout("a"), "p"),  # type: ignore[arg-type]
+        (lambda: ops.ConstantScale("a"), "scale"),  # type: ignore[arg-type]
+        (lambda: ops.LayerNorm(8, eps=-1.0), "eps"),
+        (lambda: ops.RMSNorm(8, eps=None), "eps"),  # type: ignore[arg-type]
+        (lambda: ops.RMSNorm((8, -2)), "normalized_shape"),
+        (lambda: ops.L2Normalization(eps=float("nan")), "eps"),
+        (lambda: ops.BasicLinear(8, "a"), "out_features"),  # type: ignore[arg-type]
+        (lambda: ops.SwiGLU(glu_interleave_size=0), "glu_interleave_size"),
+        (lambda: ops.Sequential(None), "Sequential: got NoneType"),
+        (lambda: ops.Sequential({"a": 5}), "Sequential: got int"),
+        (lambda: ops.Sequential(ops.ReLU())(torch.ones(2), op_kwargs=[1]), "op_kwargs: got list"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=argument):
+            made()  # type: ignore[no-untyped-call]
+
+
 def test_what_is_no_tensor_is_refused_by_position() -> None:
     x = torch.ones(2, 8)
     with pytest.raises(TypeError, match=r"GELU \(op 0 of 1\): input: got list"):

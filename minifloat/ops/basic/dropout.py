@@ -26,7 +26,7 @@ class Dropout(BasicOperation):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        if not 0.0 <= p <= 1.0:
+        if not isinstance(p, int | float) or not 0.0 <= p <= 1.0:
             raise ValueError(f"Dropout: p: got {p!r}; a probability is needed, 0 to 1")
         self.dropout_probability = p
 

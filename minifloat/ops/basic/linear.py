@@ -11,7 +11,13 @@ from torch import nn
 
 from ...core import collectives
 from ...core.linear import Call, Gradient, Linear, fprop, stored
-from ...parameters import default_device, main_grad, quantized_parameter, quantized_weight
+from ...parameters import (
+    check_size,
+    default_device,
+    main_grad,
+    quantized_parameter,
+    quantized_weight,
+)
 from ...recipe.autocast import STATE
 from ...tensors import QuantizedTensorStorage
 from ..context import OperationContext
@@ -82,6 +88,7 @@ class BasicLinear(QuantizedOperation):
             (out_features, column, "out_features"),
             (in_features, row, "in_features"),
         ):
+            check_size(size, "BasicLinear", argument)
             if size % ways:
                 raise ValueError(
                     f"BasicLinear: {argument}={size}: the {ways} ranks of the group do not divide "

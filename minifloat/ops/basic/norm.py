@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ... import norms
 from ...core.norm import Norm, NormCall
-from ...parameters import default_device
+from ...parameters import check_eps, check_size, default_device
 from ..basic_operation import BasicOperation
 from ..context import OperationContext
 from .values import folded, matrix, plain
@@ -43,7 +43,10 @@ class NormOperation(BasicOperation):
     ) -> None:
         super().__init__()
         shape: Any = normalized_shape
-        shape = shape if isinstance(shape, Iterable) else (shape,)
+        shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        for n in shape:
+            check_size(n, type(self).__name__, "normalized_shape")
+        check_eps(eps, type(self).__name__)
         self._shape = tuple([operator.index(n) for n in shape])
         self._sm_margins = _margins(sm_margin, type(self).__name__)
         self.eps = eps
@@ -201,6 +204,7 @@ class L2Normalization(BasicOperation):
         micro_batch_size: int | None = None,
     ) -> None:
         super().__init__()
+        check_eps(eps, "L2Normalization")
         self.eps = eps
 
     def op_forward_compute(

@@ -17,6 +17,8 @@ class ConstantScale(BasicOperation):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
+        if not isinstance(scale, int | float):
+            raise TypeError(f"ConstantScale: scale: got {scale!r}; a number is needed")
         self.scale = scale
 
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
