@@ -16,7 +16,7 @@ from torch._C._dynamo import eval_frame
 
 from . import replays
 
-__all__ = ["chain", "run"]
+__all__ = ["chain", "later", "run"]
 
 Link = tuple[Any, Any]
 _TWICE = b"minifloat: these layers have no second derivative; use torch.nn's where one is needed"
@@ -60,6 +60,13 @@ def chain(links: tuple[Link, ...], x: Tensor, *params: Tensor | None, shield: st
     splits made.
     """
     return run(_Links, links, x, *params, shield=shield)
+
+
+def later(work: Any, *args: Any) -> Any:
+    """`work(*args)`, which a backward has left for later, as that would have run it: nothing that
+    it reads is followed, and torch.autocast has no say."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return work(*args)
 
 
 class _Run(torch.autograd.Function):

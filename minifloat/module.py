@@ -130,7 +130,7 @@ class Module(nn.Module):
         force. A slot that scales by history has a quantizer on this module's state, which the
         outermost autocast updates on leaving; eager only.
         """
-        recipe = STATE.recipe if STATE.depth else self.recipe
+        recipe = self._in_force()
         if not torch.compiler.is_compiling():
             recipe = replayed(recipe)
         if recipe is None:
@@ -139,6 +139,10 @@ class Module(nn.Module):
         if None in forward or None in backward:
             return self._live_quantizers(recipe, forward, backward)
         return {"scaling_fwd": list(forward), "scaling_bwd": list(backward)}
+
+    def _in_force(self) -> Recipe | None:
+        """An autocast's recipe, if there is an autocast: it comes before what a layer says."""
+        return STATE.recipe if STATE.depth else self.recipe
 
     def _live_quantizers(self, recipe: Recipe, *made: tuple[Any, ...]) -> dict[str, list[Any]]:
         if torch.compiler.is_compiling():

@@ -228,7 +228,7 @@ class Projection(CachesWeight):
             slots,
             begun.group,
             None if cached is None else cached.copies,
-            *self._main_grad(weight, owners, first),
+            *self._main_grad(needs[1], owners, first),
             self._seed(plan, inp, fp8_grad),
             self._saves_input(plan),
             self._grad_input_quantizer(begun, fp8_grad),
@@ -303,7 +303,7 @@ class Projection(CachesWeight):
                 f"{self._where()}: inp: got {inp.dtype}, the parameters {weight.dtype}; convert "
                 "one of them, or run under torch.autocast"
             )
-        if inp.dtype not in INPUT_DTYPES and (STATE.recipe or self.recipe) is not None:
+        if inp.dtype not in INPUT_DTYPES and self._in_force() is not None:
             raise TypeError(
                 f"{self._where()}: inp: got {inp.dtype}, which no recipe quantizes; make the layer "
                 "and its input fp32, bf16 or fp16, or run it outside autocast"
@@ -363,10 +363,10 @@ class Projection(CachesWeight):
         return bool(asked and torch.is_grad_enabled())
 
     def _main_grad(
-        self, weight: Any, owners: list[Any], first: bool | None
+        self, needed: bool, owners: list[Any], first: bool | None
     ) -> tuple[Any, bool, bool | None]:
         """(main_grad, whether to overwrite it, dummy gradient: None, or whether it is zeros)."""
-        if not self._into_main_grad(weight):
+        if not (self.fuse_wgrad_accumulation and needed):
             return None, False, None
         found, overwrite, dummy = main_grad(owners[0], self._where(), "fuse_wgrad_accumulation")
         return found, overwrite or first is True, dummy

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..autograd import later
 from ..core.linear import Call, wgrad
 from ..formats import Operand
 
@@ -31,4 +32,5 @@ class WeightGradStore:
             raise RuntimeError(
                 f"{where}: backward_dw without a backward before it; call it once per backward"
             )
-        return wgrad(*self.queue.popleft())
+        made: Tensor | None = later(wgrad, *self.queue.popleft())
+        return made

@@ -428,6 +428,26 @@ def test_wgrad_later_is_wgrad(kind: str, name: str, device: str) -> None:
         assert torch.equal(p.grad, q.grad), n
 
 
+@pytest.mark.parametrize("override", ["none", "high_precision"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_wgrad_later_runs_as_in_backward(kind: str, override: str) -> None:
+    """Whatever is in force by then: what it makes has no graph, and torch.autocast no say."""
+    recipe = RECIPES["current"]()
+    recipe = None if override == "none" else recipe.replace(backward_override=override)
+    x = torch.randn(2, 3, 48, requires_grad=True)
+    grads = []
+    for amp in (False, True):
+        layer = layer_of(kind, "three_dims", torch.float32, "cpu", delay_wgrad_compute=True)
+        with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x * 2)
+        y.square().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            layer.backward_dw()
+        grads.append([p.grad for p in layer.parameters() if p.dim() == 2])
+        assert not any(g.requires_grad for g in grads[-1])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_backward_dw_takes_fc2_before_fc1() -> None:
     layer = minifloat.LayerNormMLP(16, 24, delay_wgrad_compute=True)
     y = layer(torch.randn(5, 16))

@@ -162,6 +162,18 @@ def test_a_main_grad_that_is_none(given: Any, error: Any, word: str) -> None:
     assert made.weight.grad_added_to_main_grad is False
 
 
+@pytest.mark.parametrize("recipe", [None, CURRENT, DELAYED], ids=lambda r: type(r).__name__)
+def test_an_evaluation_needs_no_main_grad(recipe: Any) -> None:
+    """And says nothing of one that there is, which it adds nothing to."""
+    made, x = layer(fuse_wgrad_accumulation=True), torch.randn(4, 32)
+    made.weight.grad_added_to_main_grad = False
+    with torch.no_grad(), minifloat.autocast(enabled=recipe is not None, recipe=recipe):
+        assert made(x).shape == (4, 48)
+        made.weight.main_grad = torch.zeros(48, 32)
+        made(x, is_first_microbatch=True)
+    assert made.weight.grad_added_to_main_grad is False
+
+
 def test_a_dtype_that_no_recipe_quantizes() -> None:
     made, x = layer(params_dtype=torch.float64), torch.randn(4, 32, dtype=torch.float64)
     assert made(x).dtype is torch.float64
@@ -169,6 +181,11 @@ def test_a_dtype_that_no_recipe_quantizes() -> None:
         pattern = says("inp", "float64", "bf16", "outside autocast")
         with refused(TypeError, pattern, made), minifloat.autocast(recipe=recipe):
             made(x)
+    made.recipe = CURRENT  # which an autocast comes before
+    with minifloat.autocast(enabled=False):
+        assert made(x).dtype is torch.float64
+    with refused(TypeError, pattern, made):
+        made(x)
 
 
 @pytest.mark.parametrize("recipe", [None, MX, CURRENT, DELAYED], ids=lambda r: type(r).__name__)
