@@ -414,15 +414,17 @@ def _weight_col(
     plan = call.plan
     if plan.override == "high_precision":
         return _high(weight.t())
+    delayed = plan.delayed[1]
+    live = (scale, None) if delayed and scale is not None else None
     if plan.override:
+        if live is not None:  # forward's scale: that of now has moved on
+            call = call._replace(live=(None, live, None))
         row = _weight_row(weight, call)
         return _high(dequantized(row, tuple(weight.shape), call.dtype).t())
     if isinstance(weight, QuantizedTensorStorage):
         return weight.operand(True)
     if kept[0] is not None:
         return column(kept[0], kept[1], kept[2], plan.w_col, *weight.shape)
-    delayed = plan.delayed[1]
-    live = (scale, None) if delayed and scale is not None else None
     if plan.col_from_row[1]:
         first = operands(weight, plan.w_row, None, live=live, keep_row=True, after=after)[0]
         assert first is not None

@@ -345,6 +345,32 @@ def test_one_slot_by_history_and_the_others_by_themselves() -> None:
     assert module.delayed.history_forward.shape == (4, 3)
 
 
+@pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=compiles)])
+def test_a_backward_of_dequantized_operands_has_the_scale_of_forward(way: str) -> None:
+    """Which has moved on by then; and backward records nothing."""
+
+    def factory(role: Any) -> Any:
+        if role is not None and role.tensor_type == "weight":
+            return recipes.DelayedScalingRequest()
+        return current()
+
+    recipe = recipes.CustomRecipe(qfactory=factory, backward_override="dequantized")
+    module = layer(bias=False)
+    call = torch.compile(module, backend="aot_eager", fullgraph=True) if way != "eager" else module
+    for i in range(4):
+        scale = module.delayed.scale_weight.clone()
+        quantizer = Float8Quantizer(scale, torch.zeros(1), minifloat.DType.kFloat8E4M3)
+        seen = quantizer.quantize(module.weight.detach()).dequantize()
+        x = data(i).requires_grad_()
+        with minifloat.autocast(recipe=recipe):
+            y = call(x)
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(y) @ seen)
+        assert not module.delayed.amax_weight.any()
+        with torch.no_grad():
+            module.weight.mul_(0.7)
+
+
 # --------------------------------------------------------------------------- changes of recipe
 def test_a_changed_value_is_in_force_at_the_next_forward() -> None:
     module = layer()
