@@ -167,10 +167,11 @@ class Recipe(Record):
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_dict`; fields that are missing have their defaults."""
         name = data.get("recipe", cls.__name__)
-        found = next((c for c in _classes(cls) if c.__name__ == name), None)
+        known = [c for c in _classes(cls) if c is not Recipe]
+        found = next((c for c in known if c.__name__ == name), None)
         if found is None:
-            known = ", ".join(sorted(c.__name__ for c in _classes(cls) if c._fields))
-            raise RecipeError(f"recipe: got {name!r}; {cls.__name__} reads: {known}")
+            names = ", ".join(sorted(c.__name__ for c in known if c._fields))
+            raise RecipeError(f"recipe: got {name!r}; {cls.__name__} reads: {names}")
         fields = {k: v for k, v in data.items() if k != "recipe"}
         for key, value in fields.items():
             if key.endswith("_format") and isinstance(value, str):

@@ -188,6 +188,8 @@ def test_json_is_readable_and_lenient() -> None:
     "make, error, message",
     [
         (lambda: Recipe.from_dict({"recipe": "Nope"}), RecipeError, "recipe: got 'Nope'.*MXFP8"),
+        (lambda: Recipe.from_dict({"margin": 1}), RecipeError, "recipe: got 'Recipe'.*MXFP8"),
+        (lambda: Recipe.from_json("{}"), RecipeError, "recipe: got 'Recipe'.*MXFP8"),
         (lambda: Recipe.from_json("[1]"), TypeError, "text: got"),
         (
             lambda: MXFP8BlockScaling.from_json(DelayedScaling().to_json()),
