@@ -374,13 +374,15 @@ class LayerNormMLP(Module, Normed):
     # --------------------------------------------------------------------------- later wgrad
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw` has anything to do with this module."""
-        return self.fc1.wgrad_store.enabled
+        return any(
+            of.wgrad_store.expects([getattr(self, f"{part}_weight")]) for part, of in self._parts()
+        )
 
     def backward_dw(self) -> None:
         """Compute the weights' gradients that the oldest backward left: fc2's, then fc1's."""
         if not self.need_backward_dw():
             return
-        # A frozen weight leaves none; where neither does, fc2 says that there was no backward.
+        # A frozen weight leaves none; where none is left, fc2 says that there was no backward.
         left = [part for part, of in self._parts() if of.wgrad_store.queue] or ["fc2"]
         for part, of in reversed(self._parts()):
             if part in left:

@@ -440,6 +440,8 @@ class Projection(CachesWeight):
         dw = self.wgrad_store.pop(self._where())
         if dw is not None:
             for w, part in zip(owners, torch.split(dw, rows), strict=True):
+                if not w.requires_grad:  # a frozen part of a split weight
+                    continue
                 made = part.to(w.dtype)
                 w.grad = made if w.grad is None else w.grad + made
         for hook in self.wgrad_store.hooks:

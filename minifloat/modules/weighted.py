@@ -141,7 +141,7 @@ class Weighted(Projection):
 
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw` has anything to do with this module."""
-        return self.wgrad_store.enabled
+        return self.wgrad_store.expects(self._weights())
 
     def backward_dw(self) -> None:
         """Compute the weight's gradient that the oldest backward left, and store it."""

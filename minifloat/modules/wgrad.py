@@ -23,6 +23,10 @@ class WeightGradStore:
         self.queue: deque[tuple[Operand, Operand, Call]] = deque()
         self.hooks: list[Callable[[], Any]] = []
 
+    def expects(self, owners: list[Any]) -> bool:
+        """Whether the gradient of `owners` comes later: not where they are frozen."""
+        return self.enabled and (bool(self.queue) or any(w.requires_grad for w in owners))
+
     def put(self, g_col: Operand, x_col: Operand, call: Call) -> None:
         self.queue.append((g_col, x_col, call))
 

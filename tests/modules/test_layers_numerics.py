@@ -487,6 +487,17 @@ def test_wgrad_later_beside_a_frozen_weight(frozen: str) -> None:
         later.backward_dw()
 
 
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_later_wgrad_of_a_frozen_layer_is_nothing(kind: str) -> None:
+    module = getattr(minifloat, kind)(32, 32, delay_wgrad_compute=True).requires_grad_(False)
+    x = torch.ones(4, 32, requires_grad=True)
+    with minifloat.autocast(recipe=RECIPES["mxfp8"]()):
+        module(x).sum().backward()
+    assert not module.need_backward_dw()
+    module.backward_dw()
+    assert x.grad is not None and all(p.grad is None for p in module.parameters())
+
+
 # ------------------------------------------------------------------------------------------- frozen
 @pytest.mark.parametrize("name", ["none", "current", pytest.param("delayed", marks=DEEP)])
 @pytest.mark.parametrize("again", [False, True], ids=["", "again"])

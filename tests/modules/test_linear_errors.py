@@ -559,6 +559,17 @@ def test_later_wgrad_that_was_not_asked_for_is_nothing() -> None:
     assert same(before, everything(module))
 
 
+def test_later_wgrad_leaves_a_frozen_part_alone() -> None:
+    module = layer(delay_wgrad_compute=True, parameters_split=["q", "k", "v"])
+    module.k_weight.requires_grad_(False)
+    with minifloat.autocast(recipe=MX):
+        module(torch.ones(4, 32)).sum().backward()
+    assert module.need_backward_dw()
+    module.backward_dw()
+    assert module.k_weight.grad is None
+    assert module.q_weight.grad is not None and module.v_weight.grad is not None
+
+
 def test_a_factory_that_returns_rubbish() -> None:
     for answer, error in ((None, ValueError), ("fp8", TypeError)):
         recipe = recipes.CustomRecipe(qfactory=lambda role, answer=answer: answer)
