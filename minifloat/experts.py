@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import apart, library, ragged, rates
+from .autograd import later
 from .core import grouped
 from .core.linear import Call
 from .module import HIGH_PLAN, Module
@@ -546,7 +547,7 @@ class Later:
 
     def pop(self, where: str) -> Any:
         """The oldest gradient; None where `main_grad` took it."""
-        return grouped.wgrad(*self.queue.popleft())
+        return later(grouped.wgrad, *self.queue.popleft())
 
 
 # ------------------------------------------------------------------------------------------ sizes

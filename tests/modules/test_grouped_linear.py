@@ -222,6 +222,25 @@ def test_later_weight_gradients(name: str, single: bool) -> None:
     assert called == [1]
 
 
+@pytest.mark.parametrize("name", ["none", "mxfp8"])
+def test_later_weight_gradients_are_made_as_in_backward(name: str) -> None:
+    """What they are has no graph, and torch.autocast no say."""
+    recipe = MORE[name]()
+    x = torch.randn(sum(SPLITS), K)
+    grads = []
+    for amp in (False, True):
+        torch.manual_seed(3)
+        layer: Any = mf.GroupedLinear(E, K, N, device="cpu", delay_wgrad_compute=True)
+        with mf.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x.clone().requires_grad_() * 2, SPLITS)
+        y.square().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            layer.backward_dw()
+        grads.append([w.grad for w in weights(layer)])
+        assert not any(g.requires_grad for g in grads[-1])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 @pytest.mark.parametrize("name", slow(["current", "block", "mxfp8", "nvfp4_nearest"]))
 @pytest.mark.parametrize("single", [False, True], ids=["discrete", "single"])
 def test_quantized_weights(name: str, single: bool) -> None:
