@@ -23,8 +23,10 @@ __all__ = ["choose"]
 
 CUDA: Any = torch.cuda  # much of it is untyped
 ROUNDS = 3
-SPAN = 1e-3  # seconds of an algorithm in a round, at least
-GAIN = 0.99
+SPAN = 1e-3  # seconds of an algorithm in a round, at least, or MOST runs
+MOST = 64
+AHEAD = 40_000  # cycles that the device sleeps for each run, while the host enqueues it
+GAIN = 0.98
 # Products that are tried in a process: one with new sizes in every step is not worth it.
 LIMIT = 64
 CODES = 1 << 20  # different ones in an operand
@@ -103,6 +105,7 @@ def _times(alike: list[int], run: Any) -> dict[int, float]:
     events: Any = [CUDA.Event(enable_timing=True) for _ in range(2)]
 
     def timed(i: int, count: int) -> float:
+        CUDA._sleep(count * AHEAD)  # else short products take what the host takes
         events[0].record()
         for _ in range(count):
             run(i)
@@ -110,6 +113,6 @@ def _times(alike: list[int], run: Any) -> dict[int, float]:
         events[1].synchronize()
         return float(events[0].elapsed_time(events[1])) / 1e3 / count
 
-    count = max(1, math.ceil(SPAN / timed(0, 2)))
+    count = min(MOST, max(1, math.ceil(SPAN / timed(0, 2))))
     found = [[timed(i, count) for i in alike] for _ in range(ROUNDS)]
     return {i: statistics.median(t) for i, *t in zip(alike, *found, strict=True)}

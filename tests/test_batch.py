@@ -520,6 +520,35 @@ def test_the_fastest_of_those_with_the_same_bits_is_taken(
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_trials_take_turns_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host takes to enqueue is not timed."""
+    now, slept, ran = [0.0], [], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at)
+
+    def run(i: int) -> None:
+        ran.append(i)
+        now[0] += (0.4, 0.2)[i]  # milliseconds
+
+    cuda = SimpleNamespace(Event=Event, _sleep=slept.append)
+    monkeypatch.setattr(fastest, "CUDA", cuda)
+    times = fastest._times([0, 1], run)
+    assert times == pytest.approx({0: 4e-4, 1: 2e-4})
+    assert ran[2:] == [0, 0, 0, 1, 1, 1] * fastest.ROUNDS
+    assert slept == [n * fastest.AHEAD for n in (2, *[3] * 2 * fastest.ROUNDS)]
+
+
 def test_a_product_is_tried_once_and_not_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
     capturing = [True]
