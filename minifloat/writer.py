@@ -236,7 +236,7 @@ class Writer:
         if isinstance(step, Launch):
             args = [(a.region, a.offset) if isinstance(a, Address) else a.value for a in step.args]
             words = batch.launch_words(step.kernel, step.programs, args)
-            return None if words is None else (batch.LAUNCH, words, None)
+            return None if words is None else (batch.LAUNCH, words, step.kernel)
         found = cublaslt.of_call(step, self.record.forms, _scratch(i))
         if found is None:
             return None
@@ -296,8 +296,7 @@ class Writer:
                 self.lines.append("p_part = part.data_ptr()")
                 self.ended.append("part")
         kind, given, owner = words
-        if owner is not None:
-            self._constant(owner)  # a program holds what its plans point into
+        self._constant(owner)  # a program holds what its plans point into
         self.open.add(kind, [self._placed(w) for w in given])
 
     def _placed(self, word: Any) -> Any:

@@ -140,6 +140,7 @@ def test_a_launch_gets_addresses_numbers_and_two_empty_ones(device: Device) -> N
     assert values == [x.data_ptr() + 32, made.data_ptr(), -3, near, 1 << 40, 0, 0]
     program.run((x,))
     assert len(device.seen) == 3  # the thread has its context
+    assert given in program.run.__globals__.values()  # its code stays loaded
 
 
 def test_buffers_of_a_batch_are_one_allocation(device: Device) -> None:
