@@ -6,8 +6,8 @@ by what compiles Triton's own launchers; where nothing does, programs do without
 
 The same C tells what arguments are like, in less time than `programs` does.
 
-A plan is 64-bit words; `batch.c` says which. `Steps` are those of one plan, and references to
-memory are `(name, offset)`, of which a plan knows the order alone.
+A plan is 64-bit words; `batch.c` says which. Where it refers to memory, a word is given here as
+`(name, offset)`, of which the plan knows the order alone, or as `(number,)`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ KNOWN = ("3.6.", "3.7.")
 # What a kernel may ask of its launch besides.
 SPECIAL = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
 
-Reference = tuple[str, int] | int  # an address behind that of a name, or a number
-
 
 class Steps:
     """The words of a plan that is being written, and the names whose addresses it takes."""
@@ -41,7 +39,7 @@ class Steps:
         self.count = 0
 
     def add(self, kind: int, words: list[Any]) -> None:
-        """One step, whose words are numbers or references (name, offset)."""
+        """One step: numbers, and references to memory."""
         self.count += 1
         self.words.append(kind)
         for w in words:
