@@ -130,8 +130,9 @@ def _bound() -> tuple[Any, str]:
         return None, "none: no CUDA"
     try:
         made = build()
-    except Exception as error:  # no compiler, no headers, a cache that cannot be written: programs
-        return None, f"none: {type(error).__name__}: {error}"  # are as right without batches
+    except Exception as error:
+        # No compiler, no headers, a cache that cannot be written: programs are as right without.
+        return None, f"none: {type(error).__name__}: {error}"
     functions = (
         driver.cuLaunchKernel,
         driver.cuCtxGetCurrent,

@@ -43,8 +43,11 @@ def choose(product: Any) -> int:
     if key not in _CHOSEN:
         if len(_CHOSEN) >= LIMIT or torch.cuda.is_current_stream_capturing() or not _fits(product):
             return 0
-        with torch.no_grad():
-            _CHOSEN[key] = _fastest(product, torch.device("cuda", device))
+        try:
+            with torch.no_grad():
+                _CHOSEN[key] = _fastest(product, torch.device("cuda", device))
+        except torch.OutOfMemoryError:  # a process may have less than the device has free
+            _CHOSEN[key] = 0
     return _CHOSEN[key]
 
 

@@ -8,7 +8,9 @@ import itertools
 import shutil
 import struct
 import sys
+import sysconfig
 from enum import IntEnum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +30,9 @@ CONTEXT = 77
 
 
 def built() -> Any:
-    if shutil.which("gcc") is None and shutil.which("clang") is None:
-        pytest.skip("nothing compiles C here")
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not (shutil.which("gcc") or shutil.which("clang")) or not headers.exists():
+        pytest.skip("nothing compiles C against Python here")
     return batch.build()
 
 
@@ -568,6 +571,23 @@ def test_a_product_is_tried_once_and_not_in_a_capture(monkeypatch: pytest.Monkey
     assert fastest.choose(wider) == 0 and len(tried) == 1
     monkeypatch.setattr(env, "tunes", lambda: False)
     assert fastest.choose(Trial(1.0, 1.0)) == 0
+
+
+def test_a_trial_without_memory_takes_pytorchs_and_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[Any] = []
+
+    def fails(product: Any, device: Any) -> int:
+        tried.append(product)
+        raise torch.OutOfMemoryError("a limit of the process")
+
+    monkeypatch.setattr(fastest, "_CHOSEN", {})
+    monkeypatch.setattr(fastest, "_fits", lambda product: True)
+    monkeypatch.setattr(fastest, "_fastest", fails)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert [fastest.choose(Trial(1.0, 1.0)) for _ in range(2)] == [0, 0] and len(tried) == 1
 
 
 def test_without_a_compiler_there_are_no_batches_and_doctor_says_why(

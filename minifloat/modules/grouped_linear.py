@@ -245,9 +245,9 @@ class GroupedLinear(Experts, Projection):
         return self.fuse_wgrad_accumulation
 
     def _main_grad(
-        self, weight: Any, owners: list[Any], first: bool | None
+        self, needed: bool, owners: list[Any], first: bool | None
     ) -> tuple[Any, bool, bool | None]:
-        if not any([self._into_main_grad(w) for w in owners]):  # noqa: C419  (2.11 traces lists)
+        if not (self.fuse_wgrad_accumulation and needed):
             return None, False, None
         into, overwrite, dummy = self._main_grads(owners, "fuse_wgrad_accumulation")
         return into, overwrite or first is True, dummy
