@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .pairs import paired
 from .steps import (
     Address,
     Allocate,
@@ -121,8 +122,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.steps.append(Call(func, given, named, makes))
         return made
 
-    def launch(self, kernel: Any, programs: int, args: list[Any]) -> None:
-        """Note a launch that was made."""
+    def launch(self, kernel: Any, programs: int, args: list[Any], of: Any = None) -> None:
+        """Note a launch that was made; `of` is for `pairs`."""
         if kernel is None:
             self.refuse("Triton's interpreter launches nothing")
             return
@@ -136,7 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 given.append(Address(*found))
             else:
                 given.append(Constant(value))
-        self.steps.append(Launch(kernel, programs, given))
+        self.steps.append(Launch(kernel, programs, given, of))
 
     def _allocated(self, t: Tensor) -> None:
         name = self._made(t)
@@ -230,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("two results are one, or one is an argument")
         if not self.replayable:
             return None
-        record = Record(self.steps, self.forms, self.inputs, self.shared)
+        record = paired(Record(self.steps, self.forms, self.inputs, self.shared))
         return Writer(record, results, len(results[:fresh]), device, consume).program()
 
 

@@ -62,6 +62,7 @@ class Launch(NamedTuple):
     kernel: Any
     programs: int
     args: list[Address | Constant]
+    of: Any = None  # what it is an instance of, if that can be launched beside another one
 
 
 class Call(NamedTuple):

@@ -19,7 +19,7 @@ from .. import env
 from ..formats import cdiv
 from ..programs import recording
 
-__all__ = ["Config", "Launch", "Sample", "Variant", "samples"]
+__all__ = ["Config", "Launch", "Pointer", "Sample", "Variant", "samples"]
 
 _TYPES = {
     torch.float32: "fp32",
@@ -79,6 +79,12 @@ class Config(NamedTuple):
         )
 
 
+class Pointer(NamedTuple):
+    """What stands for a tensor that begins at a multiple of 16 bytes: all that a compiler sees."""
+
+    dtype: torch.dtype
+
+
 class Launch(NamedTuple):
     """A kernel, its one-dimensional grid and its arguments by name."""
 
@@ -120,7 +126,26 @@ class Launch(NamedTuple):
         kernel = self.fn[(self.programs,)](**self.args, **self.config.options)
         recorder = recording()
         if recorder is not None:
-            recorder.launch(kernel, self.programs, [self.args[n] for n in self.fn.arg_names])
+            args = [self.args[n] for n in self.fn.arg_names]
+            recorder.launch(kernel, self.programs, args, self.described())
+
+    def described(self) -> Launch | None:
+        """The launch without its memory; None where a tensor begins elsewhere than a `Pointer`."""
+        given = self.args.items()
+        if any(isinstance(t, Tensor) and t.data_ptr() % 16 for _, t in given):
+            return None
+        args = {n: Pointer(t.dtype) if isinstance(t, Tensor) else t for n, t in given}
+        return self._replace(args=args)
+
+    def beside(self, other: Launch) -> tuple[Any, int] | None:
+        """(kernel, programs) of a launch that is this one and `other`, both `described`: its
+        arguments are the programs of this one, then those of both. None: there is no such kernel.
+        """
+        from .beside import beside, compiled
+
+        both = beside(self, other)
+        kernel = None if both is None else compiled(both)
+        return None if both is None or kernel is None else (kernel, both.programs)
 
 
 @dataclass(frozen=True)
@@ -153,7 +178,7 @@ class Variant:
                 signature[p.name] = "constexpr"
                 constants[p.name] = value
                 continue
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor | Pointer):
                 signature[p.name] = f"*{_TYPES[value.dtype]}"
                 divisible.append(p.name)
             elif isinstance(value, float):

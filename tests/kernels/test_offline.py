@@ -44,6 +44,7 @@ IN_CI = re.compile(
     ^(tensorwise|blocks|dequantize|fp4_amax)-(?!.*e5m2).*bf16_4097x4000-
     | ^blocks-((pow2_)?fp8_e4m3_1x128|mxfp8_e4m3)_both_bf16_4096x4096-  # whole tiles: in words
     | ^(transpose|swizzle|delayed|sums)-
+    | ^beside-(amax|scaled_backward|1x128_(for|back)ward)_whole-
     | ^produce-(value|amax|scaled_both)_(swiglu|layernorm)_bf16_4097x4000-
     | ^produce-(scaled|1x128)_both_(swiglu|layernorm)_bf16_4100x4096-  # in words
     | ^produce-1x128_both_swiglu_bf16_4096x4096-
@@ -147,6 +148,8 @@ def test_compiles_without_spills(
 def test_every_kernel_is_compiled_in_ci() -> None:
     """A kernel that no variant names would not be compiled at all."""
     for name, module in modules().items():
+        if name == "beside":  # its kernels are written when they are needed
+            continue
         kernels_ = {
             n
             for n, f in vars(module).items()
