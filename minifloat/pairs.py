@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
+from . import env
 from .steps import Address, Allocate, Call, Constant, Launch, Piece, Record, bytes_of, leaves
 
 __all__ = ["paired"]
@@ -20,14 +23,16 @@ __all__ = ["paired"]
 # fills the device by itself.
 EARLIER, SHORT = 8 << 20, 64 << 20
 # A kernel for two has the registers of the one that needs more, and some. With many more than that
-# fewer programs run at a time: in partial tiles 196 for 128. Up to FEW there are enough of them.
-REGISTERS, FEW = 1.25, 80
+# fewer programs run at a time (in partial tiles 196 for 128), unless they all do. Up to FEW there
+# are enough of them.
+REGISTERS, FEW = 1.4, 80
+FILE = 1 << 16  # registers of a multiprocessor
 
 Step = Allocate | Launch | Call
 
 
-def paired(record: Record) -> Record:
-    """The same work, in fewer launches where that can be."""
+def paired(record: Record, device: torch.device) -> Record:
+    """The same work on this device, in fewer launches where that can be."""
     steps: list[Step] = []
     alone: list[bool] = []  # whether a step is a launch that may get a partner
     for step in record.steps:
@@ -38,7 +43,7 @@ def paired(record: Record) -> Record:
             continue
         first, second = steps[i], steps[-1]
         assert isinstance(first, Launch) and isinstance(second, Launch)
-        both = _beside(first, second)
+        both = _beside(first, second, device)
         if both is not None:
             own = _allocated(steps, second)
             kept = [k for k in range(len(steps) - 1) if k not in own]
@@ -85,14 +90,17 @@ def _alike(a: Launch, b: Launch) -> bool:
     return of.fn.__module__ == other.fn.__module__ and reduces[0] == reduces[1]
 
 
-def _beside(a: Launch, b: Launch) -> Launch | None:
+def _beside(a: Launch, b: Launch, device: torch.device) -> Launch | None:
+    """Both as one; None where they are better off apart."""
     found = a.of.beside(b.of)
     if found is None:
         return None
     kernel, programs = found
     if kernel.n_spills > max(a.kernel.n_spills, b.kernel.n_spills):
         return None
-    if kernel.n_regs > max(FEW, REGISTERS * max(a.kernel.n_regs, b.kernel.n_regs)):
+    room = FILE // (kernel.n_regs * 32 * kernel.metadata.num_warps) * env.multiprocessors(device)
+    many = kernel.n_regs > max(FEW, REGISTERS * max(a.kernel.n_regs, b.kernel.n_regs))
+    if many and programs > room:
         return None
     return Launch(kernel, programs, [Constant(a.programs), *a.args, *b.args])
 

@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("two results are one, or one is an argument")
         if not self.replayable:
             return None
-        record = paired(Record(self.steps, self.forms, self.inputs, self.shared))
+        record = paired(Record(self.steps, self.forms, self.inputs, self.shared), device)
         return Writer(record, results, len(results[:fresh]), device, consume).program()
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minifloat import pairs
-from minifloat.pairs import paired
+from minifloat import env, pairs
 from minifloat.recorder import Recorder
 from minifloat.steps import Address, Allocate, Call, Constant, Launch, Record
 
@@ -21,7 +20,8 @@ class Kernel:
         self.name = name
         names = ["x", "partial"] if reduces else ["x", "out"]
         self.fn = SimpleNamespace(fn=SimpleNamespace(__module__=file), arg_names=names)
-        self.given = {"n_regs": 40, "n_spills": 0, **given}  # of what is made of two
+        metadata = SimpleNamespace(num_warps=4)
+        self.given = {"n_regs": 40, "n_spills": 0, "metadata": metadata, **given}  # of two in one
         self.exists = True
 
     @property
@@ -39,6 +39,10 @@ def watched(work: Any, *inputs: torch.Tensor) -> Record:
         work(watching)
     assert watching.replayable, watching.why
     return Record(watching.steps, watching.forms, watching.inputs, watching.shared)
+
+
+def paired(record: Record) -> Record:
+    return pairs.paired(record, torch.device("cpu"))
 
 
 def named(record: Record) -> list[str]:
@@ -107,10 +111,24 @@ def test_kernels_of_another_kind_stay_alone(other: Kernel) -> None:
 
 
 @pytest.mark.parametrize("worse", [{"n_regs": 81}, {"n_spills": 8}])
-def test_a_kernel_that_is_worse_than_the_two_is_not_taken(worse: dict[str, int]) -> None:
+def test_a_kernel_that_is_worse_than_the_two_is_not_taken(
+    worse: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 1)
     first = Kernel("a", **worse)
     record = watched(lambda watching: layer(watching, first, B), X, W)
     assert paired(record).steps == record.steps
+
+
+def test_registers_do_not_matter_where_all_programs_run_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = Kernel("a", n_regs=128)  # 4 programs on a multiprocessor, and there are 70
+    record = watched(lambda watching: layer(watching, first, B), X, W)
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 17)
+    assert paired(record).steps == record.steps
+    monkeypatch.setattr(env, "multiprocessors", lambda device: 18)
+    assert named(paired(record))[0] == "a+b"
 
 
 def test_kernels_that_nobody_joins_stay_alone() -> None:
