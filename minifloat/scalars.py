@@ -3,48 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import env, library, programs, reference
 
-__all__ = ["advance", "rescale", "snapshot", "tallied"]
+__all__ = ["Step", "advance", "rescale", "snapshot", "tallied"]
+
+MANY = 64  # layers whose steps are one program
 
 
-def advance(
-    history: Tensor,
-    scales: Sequence[Tensor],
-    amaxes: Sequence[Tensor],
-    limits: tuple[float, ...],
-    recent: bool,
-) -> bool:
-    """Delayed scaling's step in one launch and in place; False: nothing was done, it has no kernel.
+class Step(NamedTuple):
+    """The end of a step of delayed scaling, for the slots of one direction of a layer.
 
     `limits` are the largest codes times 2**-margin; `recent` uses the last amax alone.
     """
+
+    history: Tensor
+    scales: Sequence[Tensor]
+    amaxes: Sequence[Tensor]
+    limits: tuple[float, ...]
+    recent: bool
+
+
+def advance(steps: Sequence[Step]) -> bool:
+    """Take these steps in place, a launch for each, all of them by one program; False: nothing was
+    done, they have no kernel.
+
+    Programs are written for MANY of them at most, on one device each.
+    """
     if library.traced():
-        if history.is_cuda:  # elsewhere the steps of the reference are as good, and inlined
-            library.op("advance")(history, scales, amaxes, limits, recent)
-        return bool(history.is_cuda)
-    if not env.runs_kernels(history):
-        return False
-    inputs = (history, *scales, *amaxes)
-    key: list[Any] = ["advance", limits, recent, history.get_device()]
-    if not programs.walk(inputs, key, [], history.get_device()):
-        return False
-    of = tuple(key)
-    if programs.again(of, inputs) is not None:
+        if not steps[0].history.is_cuda:  # the steps of the reference are as good, and inlined
+            return False
+        for step in steps:
+            library.op("advance")(*step)
         return True
+    if not all(env.runs_kernels(step.history) for step in steps):
+        return False
+    work: list[tuple[Any, list[Tensor], Sequence[Step]]] = []
+    for index in {step.history.get_device() for step in steps}:
+        own = [step for step in steps if step.history.get_device() == index]
+        for at in range(0, len(own), MANY):
+            some: Sequence[Step] = own[at : at + MANY]
+            key: list[Any] = ["advance", index]
+            inputs: list[Tensor] = []
+            if not programs.walk(some, key, inputs, index):
+                return False
+            work.append((tuple(key), inputs, some))
+    for of, given, chosen in work:
+        if programs.again(of, given) is None:
+            programs.replay(of, given, partial(_launch, chosen))
+    return True
+
+
+def _launch(steps: Sequence[Step]) -> list[Tensor]:
     from .kernels import delayed
 
-    def ordinary() -> list[Tensor]:
-        delayed.step(history, scales, amaxes, limits, recent)
-        return []
-
-    programs.replay(of, inputs, ordinary)
-    return True
+    for step in steps:
+        delayed.step(*step)
+    return []
 
 
 def _advance(
@@ -54,7 +74,7 @@ def _advance(
     limits: list[float],
     recent: bool,
 ) -> None:
-    if advance(history, scales, amaxes, tuple(limits), recent):
+    if advance([Step(history, scales, amaxes, tuple(limits), recent)]):
         return
     n = scales[0].shape[0]
     now, rule = torch.cat(amaxes), "most_recent" if recent else "max"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minifloat import scalars
-from minifloat.recipe.delayed import Slots, update
+from minifloat.recipe.delayed import Slots, update, update_all
 from minifloat.recipe.plan import DelayedUpdate
 
 OPCHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -24,7 +24,7 @@ def test_snapshot_is_an_operator_and_a_copy() -> None:
 
 def test_nothing_is_advanced_without_a_kernel() -> None:
     history, one = torch.zeros(4, 1), torch.ones(1)
-    assert not scalars.advance(history, (one,), (one,), (448.0,), False)
+    assert not scalars.advance([scalars.Step(history, (one,), (one,), (448.0,), False)])
     assert not history.any()
 
 
@@ -62,6 +62,36 @@ def test_advance_has_the_bits_of_the_reference(length: int, algorithm: str, marg
             seen.append(torch.cat((history.flatten(), *scales, *amaxes)).cpu())
         states.append(torch.stack(seen))
     assert torch.equal(*(s.view(torch.int32) for s in states))
+
+
+@pytest.mark.gpu
+def test_layers_advance_together_as_one_by_one() -> None:
+    """More than a program has, two of a length, two of a rule; replayed at the third time."""
+
+    def layers() -> list[tuple[Slots, DelayedUpdate, None]]:
+        made: list[tuple[Slots, DelayedUpdate, None]] = []
+        for i in range(scalars.MANY + 3):
+            length = 4 if i % 2 else 16
+            history = torch.zeros(length, 3, device="cuda")
+            scales = tuple(torch.ones(1, device="cuda") for _ in range(3))
+            amaxes = tuple(torch.zeros(1, device="cuda") for _ in range(3))
+            rule = DelayedUpdate(0, length, "max" if i % 3 else "most_recent", None, False)
+            made.append((Slots(history, scales, amaxes, (448.0, 448.0, 57344.0)), rule, None))
+        return made
+
+    alone, together = layers(), layers()
+    for step in range(4):
+        for steps in (alone, together):
+            for i, (slots, *_) in enumerate(steps):
+                for k, amax in enumerate(slots.amaxes):
+                    amax.fill_((i * 7 + k * 3 + step * 5) % 11)
+        for slots, rule, group in alone:
+            update(slots, rule, group)
+        update_all(together)
+        for (a, *_), (b, *_) in zip(alone, together, strict=True):
+            for x, y in zip((a.history, *a.scales, *a.amaxes), (b.history, *b.scales, *b.amaxes),
+                            strict=True):  # fmt: skip
+                assert torch.equal(x, y)
 
 
 @pytest.mark.gpu

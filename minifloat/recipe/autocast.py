@@ -17,7 +17,7 @@ import torch
 
 from .available import get_default_recipe
 from .base import Recipe, Roles, check_recipe
-from .delayed import DelayedState, update
+from .delayed import DelayedState, update, update_all
 from .plan import DelayedUpdate, Plan
 from .replay import in_first_run
 
@@ -161,6 +161,7 @@ def _in_backward() -> bool:
 
 def _update(ran: Ran | None) -> None:
     done: list[DelayedState] = []
+    steps = []
     while ran is not None:
         state, limits, rule, group, ran = ran
         if any(state is other for other in done):
@@ -168,7 +169,13 @@ def _update(ran: Ran | None) -> None:
         done.append(state)
         found = DelayedUpdate(*rule) if len(rule) == 6 else rule[0].plan(*rule[1:]).update
         assert found is not None
-        update(state.forward_slots(limits), found, group)
+        slots = state.forward_slots(limits)
+        if torch.compiler.is_compiling():
+            update(slots, found, group)
+        else:
+            steps.append((slots, found, group))
+    if steps:
+        update_all(steps)
 
 
 # ----------------------------------------------------------------------------- parameters at birth

@@ -17,7 +17,7 @@ from .. import collectives, library, programs, reference, scalars
 from ..quantizers import Float8Quantizer
 from .plan import DelayedUpdate
 
-__all__ = ["SLOTS", "DelayedState", "Slots", "update"]
+__all__ = ["SLOTS", "DelayedState", "Slots", "update", "update_all"]
 
 FORWARD = ("input", "weight", "output")
 BACKWARD = ("grad_output", "grad_input")
@@ -179,28 +179,73 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
 
     A slot whose amax is zero recorded nothing: it keeps its history and its scale.
     """
-    if slots.history.shape[0] > rule.history_len:  # a graph cannot shorten it: see `fit`
-        slots = slots._replace(history=slots.history[: rule.history_len])
-    shared = (_world() if group is None else group) if rule.reduce_amax else None
-    if shared is None and rule.scale_algo is None:
-        algorithm = rule.amax_algo
-        limits = tuple([limit * 2.0**-rule.margin for limit in slots.limits])
-        if isinstance(algorithm, str) and scalars.advance(
-            slots.history, slots.scales, slots.amaxes, limits, algorithm == "most_recent"
-        ):
-            return
+    slots = _within(slots, rule)
+    shared = _shared(rule, group)
+    step = _plain(slots, rule)
+    if shared is None and step is not None and scalars.advance([step]):
+        return
     programs.forbid("a function of the recipe's may decide, and scales change unseen by autograd")
     with torch.no_grad():
         amaxes = torch.cat(slots.amaxes)
         if shared is not None:
             amaxes = collectives.all_reduce(amaxes, shared, "max")
-        history, scale = _next(slots, amaxes, rule)
-        # What a backward still holds must not look changed: it has its own copies.
-        _write(slots.history, history)
-        members = slots.scales[0].shape[0]
-        for i in range(len(slots.scales)):
-            _write(slots.scales[i], scale[i * members : (i + 1) * members])
-            _write(slots.amaxes[i], torch.zeros_like(slots.amaxes[i]))
+        _continue(slots, amaxes, rule)
+
+
+def update_all(steps: list[tuple[Slots, DelayedUpdate, str | None]]) -> None:
+    """`update` of many, outside of graphs: one collective for each group, and one program for all
+    that have a kernel."""
+    steps = [(_within(slots, rule), rule, _shared(rule, group)) for slots, rule, group in steps]
+    with torch.no_grad():
+        for name in dict.fromkeys(shared for *_, shared in steps if shared is not None):
+            amaxes = [a for slots, _, shared in steps if shared == name for a in slots.amaxes]
+            reduced = collectives.all_reduce(torch.cat(amaxes), name, "max")
+            parts = torch.split(reduced, [a.shape[0] for a in amaxes])
+            for amax, part in zip(amaxes, parts, strict=True):
+                _write(amax, part)
+    found = [_plain(slots, rule) for slots, rule, _ in steps]
+    plain = [step for step in found if step is not None]
+    done = bool(plain) and scalars.advance(plain)
+    for (slots, rule, _), step in zip(steps, found, strict=True):
+        if step is None or not done:
+            with torch.no_grad():
+                _continue(slots, torch.cat(slots.amaxes), rule)
+
+
+def _within(slots: Slots, rule: DelayedUpdate) -> Slots:
+    """The slots with as much history as the rule asks for: a graph cannot shorten it, see `fit`."""
+    if slots.history.shape[0] <= rule.history_len:
+        return slots
+    return slots._replace(history=slots.history[: rule.history_len])
+
+
+def _shared(rule: DelayedUpdate, group: str | None) -> str | None:
+    """The group over which amaxes are reduced; None: over nobody."""
+    if not rule.reduce_amax:
+        return None
+    return _world() if group is None else group
+
+
+def _plain(slots: Slots, rule: DelayedUpdate) -> scalars.Step | None:
+    """The step as a kernel takes it; None: a function of the recipe's has a part in it."""
+    algorithm = rule.amax_algo
+    if rule.scale_algo is not None or not isinstance(algorithm, str):
+        return None
+    limits = tuple([limit * 2.0**-rule.margin for limit in slots.limits])
+    return scalars.Step(
+        slots.history, slots.scales, slots.amaxes, limits, algorithm == "most_recent"
+    )
+
+
+def _continue(slots: Slots, amaxes: Tensor, rule: DelayedUpdate) -> None:
+    """The step after these amaxes, by the reference."""
+    history, scale = _next(slots, amaxes, rule)
+    # What a backward still holds must not look changed: it has its own copies.
+    _write(slots.history, history)
+    members = slots.scales[0].shape[0]
+    for i in range(len(slots.scales)):
+        _write(slots.scales[i], scale[i * members : (i + 1) * members])
+        _write(slots.amaxes[i], torch.zeros_like(slots.amaxes[i]))
 
 
 def _next(slots: Slots, amaxes: Tensor, rule: DelayedUpdate) -> tuple[Tensor, Tensor]:

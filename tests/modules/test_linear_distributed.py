@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 import minifloat
+from minifloat import collectives
 from minifloat import recipe as recipes
 
 from ..tensors import world
@@ -201,6 +202,36 @@ def check_amax_of_nested_groups(rank: int) -> None:
     ((a + b) * (1.0 + rank)).sum().backward()
     assert first.delayed.history_backward.max() == 2.0
     assert second.delayed.history_backward.max() == 1.0 + rank
+
+
+def check_layers_reduce_together(rank: int) -> None:
+    """One collective for all layers of an autocast, however their steps are made."""
+    recipe = recipes.DelayedScaling()
+    by_hand = recipes.DelayedScaling(
+        scaling_factor_compute_algo=lambda amax, scale, limit, recipe: limit / amax
+    )
+    layers = [minifloat.Linear(8, 8, bias=False) for _ in range(4)]
+    sent = []
+    ordinary = collectives.all_reduce
+
+    def counted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sent.append(x.numel())
+        return ordinary(x, *rest)
+
+    collectives.all_reduce = counted
+    try:
+        with minifloat.autocast(recipe=recipe):
+            for i, layer in enumerate(layers[:3]):
+                layer(torch.full((4, 8), float(i + 1) * (1 + rank)))
+            with minifloat.autocast(recipe=by_hand):
+                layers[3](torch.full((4, 8), 9.0 * (1 + rank)))
+    finally:
+        collectives.all_reduce = ordinary
+    assert sent == [4 * 3]
+    for layer, largest in zip(layers, (2.0, 4.0, 6.0, 18.0), strict=True):
+        assert layer.delayed.history_forward.max() == largest
+        assert layer.delayed.scale_input == 448.0 / largest
+        assert layer.delayed.amax_input == 0
 
 
 # ------------------------------------------------------------------------------- other ways to call
@@ -404,6 +435,7 @@ CHECKS: world.Checks = {
         for group, reduces, inside, compiled in AMAX
     },
     "amax_nested": check_amax_of_nested_groups,
+    "amax_together": check_layers_reduce_together,
     **{
         f"quantized_input_{m}_{s}_{name}": partial(check_quantized_input, m, s, name)
         for (m, s), name in product(MODES, ("current", "mxfp8"))
@@ -436,7 +468,7 @@ QUICK_NAMES = {
     "parts_row_sequence_mxfp8", "whole_column_sequence_current",
     "compiled_column_sequence_delayed", "compiled_row_mxfp8", "compiled_row_sequence_nvfp4",
     "attributes_column_False", "attributes_row_True", "bias_once", "amax_both",
-    "amax_world_compiled", "amax_world_unreduced", "amax_nested",
+    "amax_world_compiled", "amax_world_unreduced", "amax_nested", "amax_together",
     "quantized_input_column_True_current", "fp8_grad_delayed_True", "checkpoint_row_True_delayed",
     "groups", "rows",
 }  # fmt: skip
