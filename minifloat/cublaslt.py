@@ -3,18 +3,20 @@
     d[M, N] = a[M, K] b[N, K]^T    under scales of whole operands, or of their blocks
 
 PyTorch describes a product, and asks for an algorithm, at every call, and takes the first that is
-proposed. Here both are done when a program is written, and `fastest` chooses among the algorithms.
-What cuBLASLt answers differently by the memory that it is offered stays PyTorch's.
+proposed. Here both are done when a program is written, and `fastest` chooses among the algorithms:
+those that are proposed, and the same with other tiles and clusters.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import env, fastest
 from .steps import Call, Constant, Form, Piece, numel
@@ -38,6 +40,12 @@ _TYPES = {
 _MODES = {0: 0, 4: 4, 5: 5}
 WORKSPACES = (1 << 20, 32 << 20)  # what may be offered: PyTorch's depends on its settings
 MOST = 8  # algorithms that are asked for
+ALGO_TILE, ALGO_CLUSTER = 1, 8
+# Algorithms that are tried besides: the FIRST of those proposed with their own tile and with 128 x
+# 128, by clusters of 1x1, 2x1 and 1x2. H200: of 450 to 1000 that cuBLASLt accepts for a product,
+# what beat all that it proposed was among these: 1.54 ms for 1.58 (dx of 16384, 14336 -> 4096, two
+# accumulators), 1.95 for 2.08 (dw of 16384, 4096 -> 14336, 1x128 blocks), bits the same.
+FIRST, TILE_128X128, CLUSTERS = 4, 20, (2, 3, 5)
 SOMEWHERE = 1 << 20  # an address for pointers that are not known yet; nobody reads it
 
 
@@ -87,6 +95,9 @@ class Product:
             self._make_layout(_TYPES[a.dtype], a.k, a.lines, a.stride),
             *(self._make_layout(_TYPES[dtype], b.lines, a.lines, b.lines) for _ in range(2)),
         ]
+        self.is_pytorchs = (
+            False  # whether the first proposal is what PyTorch takes, as far as known
+        )
         self.proposals = self._proposals()
         self.chosen = 0
 
@@ -120,6 +131,19 @@ class Product:
         )  # fmt: skip
         return bool(status == 0)
 
+    def ordinary(self, a: Tensor, b: Tensor, ones: Tensor) -> Tensor | None:
+        """What PyTorch makes of codes that lie as these operands do, where scales and a bias are
+        read from `ones`; None for blocks, which have more than one scale."""
+        if self.a.mode or self.b.mode:
+            return None
+        x, w = (
+            codes.view(o.dtype).as_strided((o.lines, o.k), (o.stride, 1))
+            for codes, o in ((a, self.a), (b, self.b))
+        )
+        bias = ones.view(self.dtype)[: self.b.lines] if self.bias else None
+        one = ones[0]
+        return torch._scaled_mm(x, w.t(), one, one, bias, None, self.dtype, self.fast)
+
     def _objects(self) -> list[Any]:
         return [o.value for o in (_handle(), self._descriptor, *self._layouts)]
 
@@ -138,11 +162,42 @@ class Product:
         _check(set_(self._descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
     def _proposals(self) -> list[_Result]:
-        """The first is PyTorch's; none where that depends on the memory for it."""
+        """Those that do with little memory. The first is PyTorch's, if it does not depend on how
+        much there is."""
         few, many = (self._proposed(size) for size in WORKSPACES)
-        if not few or not many or bytes(few[0].algorithm) != bytes(many[0].algorithm):
+        if not few or not many:
             return []
+        self.is_pytorchs = bytes(few[0].algorithm) == bytes(many[0].algorithm)
+        known = {bytes(found.algorithm) for found in few}
+        for of in few[:FIRST]:
+            for found in self._derived(of):
+                if bytes(found.algorithm) not in known:
+                    known.add(bytes(found.algorithm))
+                    few.append(found)
         return few
+
+    def _derived(self, of: _Result) -> Iterator[_Result]:
+        """`of` with other tiles and clusters, as far as cuBLASLt accepts them."""
+        lib = _library()
+        configure = lib.cublasLtMatmulAlgoConfigSetAttribute
+        for tile in (None, ctypes.c_uint32(TILE_128X128)):
+            for cluster in map(ctypes.c_uint16, CLUSTERS):
+                made, checked = _Result(), _Result()
+                made.algorithm[:] = of.algorithm[:]
+                wanted = [(ALGO_TILE, tile), (ALGO_CLUSTER, cluster)]
+                given = [(name, value) for name, value in wanted if value is not None]
+                algorithm = ctypes.byref(made.algorithm)
+                failed = [
+                    configure(algorithm, name, ctypes.byref(value), ctypes.sizeof(value))
+                    for name, value in given
+                ]
+                if any(failed) or lib.cublasLtMatmulAlgoCheck(
+                    _handle(), self._descriptor, *self._layouts, algorithm, ctypes.byref(checked)
+                ):
+                    continue
+                made.workspace = checked.workspace
+                if made.workspace <= WORKSPACES[0]:
+                    yield made
 
     def _proposed(self, workspace: int) -> list[_Result]:
         lib, found, count = _library(), (_Result * MOST)(), ctypes.c_int()
@@ -211,7 +266,10 @@ def of_call(step: Call, forms: dict[str, Form], scratch: str) -> tuple[list[Any]
     made = product(a, b, dtype, fast, bias is not None)
     if made is None:
         return None
-    made.chosen = fastest.choose(made)
+    chosen = fastest.choose(made)
+    if chosen is None:
+        return None
+    made.chosen = chosen
     reads = [scales[1], scales[0], *([] if bias is None else [bias])]
     y = (step.makes[0], 0)
     return made.words(_at(x), _at(w), y, (scratch, 0), [_at(r) for r in reads]), made

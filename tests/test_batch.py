@@ -330,11 +330,13 @@ class Library:
         self.layouts: list[tuple[int, ...]] = []
         self.workspace, self.by_size = workspace, by_size
         self.offered = 0
+        self.refused: set[tuple[int, int]] = set()  # tiles and clusters
+        self.needed = 0
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self._call(name, *args) or 0
 
-    def _call(self, name: str, *args: Any) -> None:
+    def _call(self, name: str, *args: Any) -> int | None:
         kind = name.removeprefix("cublasLt")
         if kind.endswith("Create"):
             self.made.append(kind.removesuffix("Create"))
@@ -347,12 +349,19 @@ class Library:
             self.attributes[args[1]] = args[2]._obj.value
         if kind == "MatmulPreferenceSetAttribute":
             self.offered = args[2]._obj.value
+        if kind == "MatmulAlgoConfigSetAttribute":
+            args[0]._obj[{1: 1, 8: 2}[args[1]]] = args[2]._obj.value
+        if kind == "MatmulAlgoCheck":
+            if tuple(args[-2]._obj[1:3]) in self.refused:
+                return 15
+            args[-1]._obj.workspace = self.needed
         if kind == "MatmulAlgoGetHeuristic":
             result, count = args[-2]._obj, args[-1]._obj
             for i in range(2):
                 result[i].algorithm[0] = self.offered if self.by_size else 7 + i
                 result[i].workspace = self.workspace
             count.value = 2
+        return None
 
 
 @pytest.fixture
@@ -441,12 +450,62 @@ def test_products_that_are_not_told_apart_from_pytorchs_are_left_to_it(
     assert cublaslt.of_call(step._replace(function=torch.ops.aten.mm.default), forms, "s") is None
     wide = {"y": ((8, 32), (40, 1), torch.bfloat16, 0)}
     assert cublaslt.of_call(step, wide, "s") is None
-    other = Library(by_size=True)  # PyTorch's would depend on the memory that it offers
-    monkeypatch.setattr(cublaslt, "_library", lambda: other)
-    assert cublaslt.of_call(step, forms, "s") is None
-    monkeypatch.setattr(cublaslt, "_library", lambda: library)
     monkeypatch.setattr(cublaslt, "_tuned", lambda: True)
     assert cublaslt.of_call(step, forms, "s") is None
+
+
+def test_where_pytorchs_algorithm_is_not_known_one_with_its_bits_is_taken_or_none(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Library(by_size=True)  # what PyTorch takes depends on the memory that it offers
+    monkeypatch.setattr(cublaslt, "_library", lambda: other)
+    seen: list[Any] = []
+    for chosen in (None, 3):
+        monkeypatch.setattr(fastest, "choose", lambda p, chosen=chosen: seen.append(p) or chosen)
+        found = cublaslt.of_call(*call(), "s")
+        assert not seen[-1].is_pytorchs
+        assert (found is None) == (chosen is None)
+    assert found is not None and found[1].chosen == 3
+    del found
+    seen.clear()  # before the library is gone
+
+
+def test_other_tiles_and_clusters_are_tried(library: Library) -> None:
+    def tried() -> list[tuple[int, ...]]:
+        found = cublaslt.of_call(*call(), "s")
+        assert found is not None and found[1].is_pytorchs
+        return [tuple(p.algorithm[:3]) for p in found[1].proposals]
+
+    derived = [(of, tile, c) for of in (7, 8) for tile in (0, 20) for c in (2, 3, 5)]
+    assert tried() == [(7, 0, 0), (8, 0, 0), *derived]
+    library.refused = {(20, 3), (0, 2)}
+    rest = [d for d in derived if d[1:] not in library.refused]
+    assert tried() == [(7, 0, 0), (8, 0, 0), *rest]
+    library.needed = cublaslt.WORKSPACES[0] + 1
+    assert tried() == [(7, 0, 0), (8, 0, 0)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_pytorchs_own_product_of_a_trial(library: Library, bias: bool) -> None:
+    """Codes as the operands lie, and every scale one."""
+    made = cublaslt.product(
+        cublaslt.Operand(16, 32, 48, torch.float8_e4m3fn),
+        cublaslt.Operand(64, 32, 32, torch.float8_e4m3fn),
+        torch.bfloat16, True, bias,
+    )  # fmt: skip
+    assert made is not None
+    a, b = (torch.randint(0, 120, (n,), dtype=torch.uint8) for n in (16 * 48, 64 * 32))
+    ones = torch.ones(64)
+    x = a.view(torch.float8_e4m3fn).view(16, 48)[:, :32]
+    w = b.view(torch.float8_e4m3fn).view(64, 32)
+    expected = x.float() @ w.float().t()
+    if bias:  # the same bytes, read as bf16
+        expected += ones.view(torch.bfloat16)[:64].float()
+    got = made.ordinary(a, b, ones)
+    assert got is not None and torch.equal(got, expected.bfloat16())
+    blocks = cublaslt.Operand(16, 128, 128, torch.float8_e4m3fn, 4)
+    made = cublaslt.product(blocks, blocks, torch.bfloat16, False, False)
+    assert made is not None and made.ordinary(a, b, ones) is None
 
 
 def test_a_product_sets_its_scales_and_multiplies(device: Device, library: Library) -> None:
@@ -489,6 +548,10 @@ class Trial:
         self.proposals = [SimpleNamespace(workspace=0) for _ in made]
         self.attributes = [17, 18]
         self.made = made
+        self.is_pytorchs = True
+
+    def ordinary(self, a: torch.Tensor, b: torch.Tensor, ones: torch.Tensor) -> Any:
+        return torch.ones(4, 6, dtype=torch.bfloat16)
 
     def point(self, addresses: list[int]) -> None:
         assert len(addresses) == 2
@@ -518,10 +581,40 @@ def test_the_fastest_of_those_with_the_same_bits_is_taken(
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0), raising=False
     )
-    monkeypatch.setattr(fastest, "_times", lambda alike, run: {i: times[i] for i in alike})
+    monkeypatch.setattr(fastest, "_times", lambda alike, run, *_: {i: times[i] for i in alike})
     state = torch.get_rng_state()
     assert fastest._fastest(Trial(*made), torch.device("cpu")) == best
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("made", "best"), [((2.0, 1.0, 1.0), 2), ((1.0, 1.0, 2.0), 1), ((2.0, 0.0, -1.0), None)]
+)
+def test_bits_are_compared_with_what_pytorch_made_where_its_algorithm_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, made: Any, best: int | None
+) -> None:
+    times = (1.0, 0.99, 0.985)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0), raising=False
+    )
+    monkeypatch.setattr(fastest, "_times", lambda alike, run, *_: {i: times[i] for i in alike})
+    trial = Trial(*made)
+    trial.is_pytorchs = False
+    assert fastest._fastest(trial, torch.device("cpu")) == best
+    monkeypatch.setattr(env, "tunes", lambda: False)
+    assert fastest.choose(trial) is None
+
+
+def test_the_fastest_few_and_pytorchs_are_timed_with_care(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+
+    def times(alike: list[int], run: Any, rounds: int, span: float) -> dict[int, float]:
+        asked.append(list(alike))
+        return {i: 1.0 - 0.01 * i for i in alike}
+
+    monkeypatch.setattr(fastest, "_times", times)
+    assert fastest._best(list(range(9)), None, True) == 8  # type: ignore[arg-type]
+    assert asked == [list(range(9)), [0, 8, 7, 6, 5, 4]]
 
 
 def test_trials_take_turns_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,10 +640,10 @@ def test_trials_take_turns_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> No
 
     cuda = SimpleNamespace(Event=Event, _sleep=slept.append)
     monkeypatch.setattr(fastest, "CUDA", cuda)
-    times = fastest._times([0, 1], run)
+    times = fastest._times([0, 1], run, 3, 1e-3)
     assert times == pytest.approx({0: 4e-4, 1: 2e-4})
-    assert ran[2:] == [0, 0, 0, 1, 1, 1] * fastest.ROUNDS
-    assert slept == [n * fastest.AHEAD for n in (2, *[3] * 2 * fastest.ROUNDS)]
+    assert ran[2:] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert slept == [n * fastest.AHEAD for n in (2, *[3] * 6)]
 
 
 def test_a_product_is_tried_once_and_not_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
