@@ -398,6 +398,17 @@ def test_the_flag_that_leaves_everything() -> None:
         lambda g: g.chunk(2),
         lambda g: torch.cat([g, g]),
         lambda g: torch.stack([g, g]),
+        # Values in a row, where there are codes.
+        lambda g: torch.flatten(g),
+        lambda g: torch.reshape(g, (-1,)),
+        lambda g: g.ravel(),
+        lambda g: g.view(7),
+        # Of dequantized members these would be views into which nobody's writes go.
+        lambda g: g.diagonal(),
+        lambda g: g.unfold(0, 2, 1),
+        lambda g: g.unbind(1),
+        lambda g: g.view(torch.int32),
+        lambda g: g.as_strided((2, 17), (17, 1)),
     ],
 )
 @pytest.mark.parametrize("grad", [True, False])
@@ -405,6 +416,22 @@ def test_members_are_not_cut_up(cut: Any, grad: bool) -> None:
     group, _ = group_of("mxfp8")
     with pytest.raises(RuntimeError, match=r"split_into_quantized_tensors\(\)"):
         cut(mf.as_parameter(group) if grad else group)
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_members_one_by_one(kind: str) -> None:
+    """A loop over a group gives its members: what is written there is written here, and has a
+    gradient."""
+    group = mf.as_parameter(group_of(kind)[0])
+    each = list(group)
+    assert [type(m) for m in each] == [type(m) for m in group.split_into_quantized_tensors()]
+    sum((i + 1) * m.sum() for i, m in enumerate(each)).backward()
+    assert group.grad is not None
+    assert torch.equal(group.grad[:, 0, 0], torch.arange(1.0, 1 + len(each)))
+    with torch.no_grad():
+        for i, member in enumerate(group):
+            torch.nn.init.constant_(member, float(i))
+    assert torch.equal(group.dequantize()[:, 1, 2], torch.arange(float(len(each))))
 
 
 def test_the_flat_view_is_the_row_buffer() -> None:
