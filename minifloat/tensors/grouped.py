@@ -89,8 +89,8 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
         if shape and isinstance(shape[0], torch.dtype):
             return Tensor.view(self, *shape)
         size = _as_size(shape)
-        # Codes are no function of the values that autograd could follow, nor what `torch.flatten`,
-        # which comes by the operator, asks for: this method alone gives them.
+        # Codes are no function of the values that autograd could follow, nor what others who ask by
+        # the operator want: this method alone gives them.
         codes = self._quantizer is not None and _infer(size, self.numel()) == (self.numel(),)
         return flat(self) if codes else Tensor.view(self, *size)
 

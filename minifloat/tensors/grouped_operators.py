@@ -42,14 +42,16 @@ def _is_group(value: object) -> bool:
 
 
 def _view(func: Any, t: Any, shape: Sequence[int]) -> Any:
-    """The same shape, or the flat row buffer of members that are not quantized: others have codes
-    there, which `GroupedTensor.view` gives and nothing that asks for values."""
+    """The same shape, or all values in a row: the row buffer, or a copy where that has codes.
+
+    DDP takes parameters to its buckets this way. (`GroupedTensor.view` gives codes.)
+    """
     size = _infer(shape, t.numel())
     if size == tuple(t.shape):
         return t._aliased()
-    if size != (t.numel(),) or t._quantizer is not None:
+    if size != (t.numel(),):
         raise refuse(t, f"view{tuple(shape)}")
-    return flat(t)
+    return flat(t) if t._quantizer is None else t._dequantize(t.dtype).view(-1)
 
 
 def flat(t: Any) -> Tensor:
