@@ -316,6 +316,15 @@ class Experts(Module):
                     f"{self._where()}: {kind}: got shapes {shapes}; all experts must have one"
                 )
 
+    def _check_all_quantized(self, owners: list[Any]) -> None:
+        """Raise where the first expert's weight is quantized and another one's is not."""
+        plain = [i for i, w in enumerate(owners) if not isinstance(w, QUANTIZED)]
+        if isinstance(owners[0], QUANTIZED) and plain:
+            raise TypeError(
+                f"{self._where()}: weight0 is quantized and weight{plain[0]} is not; all experts' "
+                "weights must be, or none"
+            )
+
     def _sizes(self, given: Any, rows: int, device: torch.device, argument: str) -> Tensor:
         """int64 on `device`. What the host knows is checked here, the rest on the device; nothing
         waits for it."""

@@ -188,6 +188,7 @@ class GroupedLinear(Experts, QuantizedOperation):
         dtype = owners[0].dtype if autocast_dtype is None else autocast_dtype
         copies = None
         if isinstance(owners[0], QUANTIZED) and begun.plan.w_row.layout[0] is torch.uint8:
+            self._check_all_quantized(owners)
             read = [self._read(w, dtype, begun.plan) for w in owners]
             copies = grouped.quantized_weights(read, needs[0])
         call = Call(
