@@ -239,8 +239,13 @@ class GroupedLinear(Experts, Projection):
             )
         if not (torch.is_grad_enabled() and inp.requires_grad):
             return inp
-        through: Any = inp.view_as(inp)
-        through.register_hook(lambda grad: buffer.detach().copy_(grad))
+
+        def fill(grad: Tensor) -> Tensor:
+            buffer.detach().copy_(grad)
+            return buffer  # itself: autograd would keep a tensor that nobody else has as a .grad
+
+        through: Any = torch.ops.aten.alias(inp)  # its gradient goes on as it is
+        through.register_hook(fill)
         return through  # type: ignore[no-any-return]
 
     def _fuses_wgrad(self) -> bool:

@@ -328,7 +328,8 @@ class GroupedLinear(Experts, QuantizedOperation):
             dx = dx.reshape(ctx.shape)
             if ctx.buffer is not None:
                 self._check_buffer("grad_input", _eager(ctx.buffer, "grad_input"), dx, dx.shape)
-                dx = ctx.buffer.detach().copy_(dx)
+                ctx.buffer.detach().copy_(dx)
+                dx = ctx.buffer  # itself: a tensor that nobody else has would be kept as a .grad
         grads = self._grads(dw, of_bias if db is None else db)
         return dx, [grads], [(None, of_factors) if self._scale_bias else (None,)]
 
