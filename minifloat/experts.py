@@ -22,7 +22,14 @@ from .autograd import later
 from .core import grouped
 from .core.linear import Call
 from .module import HIGH_PLAN, Module
-from .parameters import default_device, initialise, keep_values, main_grad, quantized_parameter
+from .parameters import (
+    default_device,
+    initialise,
+    keep_values,
+    main_grad,
+    make_writable,
+    quantized_parameter,
+)
 from .recipe.autocast import STATE
 from .recipe.base import Recipe
 from .recipe.plan import Plan, products
@@ -86,10 +93,7 @@ class Experts(Module):
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise; with `defer_init` only mark the parameters. Meta parameters are made real."""
         if not defer_init:
-            for name, parameter in list(self.named_parameters(recurse=False)):
-                if parameter.is_meta:
-                    real = torch.empty_like(parameter, device=default_device(None))
-                    self.register_parameter(name, nn.Parameter(real, parameter.requires_grad))
+            make_writable(self, self._init_recipe is not None)
             self.delayed.materialise(default_device(None))
             self._join()
             with torch.no_grad():
@@ -119,7 +123,7 @@ class Experts(Module):
             )
             recipe = self._init_recipe
             assert recipe is not None
-            return quantized_parameter(w.detach(), recipe, roles, live, self._preserve)
+            return quantized_parameter(w, recipe, roles, live, self._preserve)
 
         if not self.single_grouped_weight:
             for i, w in enumerate(self._weights()):
@@ -128,7 +132,7 @@ class Experts(Module):
         values = self.weight.detach()
         group = group_like(made(0, values[0]), self.num_gemms)
         group.quantize(list(values.unbind(0)))
-        self.register_parameter("weight", as_parameter(group))
+        self.register_parameter("weight", as_parameter(group, self.weight.requires_grad))
         if self._preserve:
             keep_values(self.weight, values.cpu())
 
@@ -311,6 +315,15 @@ class Experts(Module):
                 raise ValueError(
                     f"{self._where()}: {kind}: got shapes {shapes}; all experts must have one"
                 )
+
+    def _check_all_quantized(self, owners: list[Any]) -> None:
+        """Raise where the first expert's weight is quantized and another one's is not."""
+        plain = [i for i, w in enumerate(owners) if not isinstance(w, QUANTIZED)]
+        if isinstance(owners[0], QUANTIZED) and plain:
+            raise TypeError(
+                f"{self._where()}: weight0 is quantized and weight{plain[0]} is not; all experts' "
+                "weights must be, or none"
+            )
 
     def _sizes(self, given: Any, rows: int, device: torch.device, argument: str) -> Tensor:
         """int64 on `device`. What the host knows is checked here, the rest on the device; nothing

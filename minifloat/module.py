@@ -259,6 +259,18 @@ class Module(nn.Module):
             settle()
 
     # ------------------------------------------------------------------------------ state dict
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Inside an autocast that scales by history, with that state, of a module that has not run
+        too: `torch.distributed.checkpoint` reads into what a state dict names, and no more."""
+        recipe = STATE.recipe if STATE.depth else None
+        state: Any = self._modules.get("delayed")  # a module of several products has it in them
+        if recipe is not None and state is not None and not state.used:
+            rule = recipe.plan(*self._roles(recipe)).update
+            if rule is not None:
+                state.fit(rule.history_len)
+                state.used = True
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def _load_from_state_dict(
         self,
         state_dict: Any,

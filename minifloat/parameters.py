@@ -16,6 +16,7 @@ from . import library
 from .recipe import Recipe, RecipeState
 from .recipe.delayed import DelayedState
 from .recipe.plan import Plan
+from .tensors import GroupedTensorStorage, QuantizedTensorStorage
 
 __all__ = [
     "check_eps",
@@ -28,6 +29,7 @@ __all__ = [
     "initialise",
     "keep_values",
     "main_grad",
+    "make_writable",
     "quantized_parameter",
     "quantized_weight",
     "splits",
@@ -42,6 +44,22 @@ def default_device(device: torch.device | str | None) -> torch.device:
     if default.type != "cpu":
         return default
     return torch.accelerator.current_accelerator(check_available=True) or default
+
+
+def make_writable(module: nn.Module, quantizes: bool) -> None:
+    """Give the parameters of `module` itself values of their own to start with: memory, where they
+    were on the meta device, and with `quantizes` high precision, where they are quantized."""
+    found: list[tuple[str, Any]] = list(module.named_parameters(recurse=False))
+    for name, held in found:
+        quantized = quantizes and isinstance(held, (QuantizedTensorStorage, GroupedTensorStorage))
+        if not (held.is_meta or quantized):
+            continue
+        device = default_device(None) if held.is_meta else held.device
+        if quantized:
+            made = torch.empty(held.shape, dtype=held.dtype, device=device)
+        else:
+            made = torch.empty_like(held, device=device)
+        module.register_parameter(name, nn.Parameter(made, held.requires_grad))
 
 
 def default_init(weight: Tensor) -> Tensor:
@@ -150,17 +168,18 @@ def initialise(
 def quantized_parameter(
     value: Tensor, recipe: Recipe, roles: Any, state: DelayedState, preserve: bool
 ) -> nn.Parameter:
-    """A parameter that holds `value` as `recipe` quantizes weights."""
-    made = RecipeState.create(
+    """A parameter that holds `value` as `recipe` quantizes weights; it trains if `value` does."""
+    state_of: Any = RecipeState.create(
         recipe, mode="forward", num_quantizers=3, device=value.device, roles=roles
-    ).make_quantizers()[1]
-    quantizer = made.copy()
+    )
+    quantizer = state_of.make_quantizers()[1].copy()
     if recipe_scales_by_history(quantizer):
         quantizer.scale, quantizer.amax = state.scale_weight, state.amax_weight
     quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
     quantizer.internal = False
     with torch.no_grad():
-        parameter = nn.Parameter(quantizer.quantize(value))
+        made = quantizer.quantize(value.detach())
+    parameter = nn.Parameter(made, requires_grad=value.requires_grad)
     if preserve:
         keep_values(parameter, value.detach().cpu())
     return parameter

@@ -7,8 +7,9 @@ indices, and says where each copy of a token went:
     unpermuted[t] = sum over j of probs[t, j] * inp[row_id_map[t, j]]
 
 Rows are ordered by expert, then by token. One is the other's transpose, so each is the other's
-gradient. No row is scattered: every output row is written once, from rows that it looks up, and
-sums run in the order of j. Nothing waits for the device but what says so.
+gradient. Of rows only their places in the map are scattered: every output row is written once, from
+rows that it looks up, and sums run in the order of j. Nothing waits for the device but what says
+so.
 """
 
 from __future__ import annotations
@@ -50,25 +51,13 @@ def _index_map(experts: Tensor, rows: int) -> Tensor:
     return torch.where((at < rows) & (experts >= 0), at, -1)
 
 
-def _sources(row_id_map: Tensor, rows: int, ordered: bool) -> Tensor:
-    """int64 `[rows]`: the flat position in `row_id_map` that went to each row, or -1.
-
-    `ordered`, of a mask: read expert by expert, the rows in the map go up, so that nothing has to
-    be sorted.
-    """
-    wanted = torch.arange(rows, device=row_id_map.device)
-    tokens, width = row_id_map.shape
-    if row_id_map.numel() == 0:
-        return torch.full_like(wanted, -1)
-    if ordered:
-        seen = torch.cummax(row_id_map.t().reshape(-1), 0).values
-        at = torch.searchsorted(seen, wanted).clamp(max=tokens * width - 1)
-        position = at % tokens * width + at // tokens
-    else:
-        seen, places = torch.sort(row_id_map.reshape(-1))
-        at = torch.searchsorted(seen, wanted).clamp(max=tokens * width - 1)
-        position = places[at]
-    return torch.where(seen[at] == wanted, position, -1)
+def _sources(row_id_map: Tensor, rows: int) -> Tensor:
+    """int64 `[rows]`: the flat position in `row_id_map` that went to each row, or -1."""
+    to = row_id_map.reshape(-1)
+    # A row is named once; what has no row is written to a place behind the last one.
+    to = torch.where((to >= 0) & (to < rows), to, rows)
+    position = torch.arange(to.shape[0], device=to.device)
+    return position.new_full((rows + 1,), -1).scatter(0, to, position).narrow(0, 0, rows)
 
 
 def _bags(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,10 +114,9 @@ class _Permute:
     """(inp, probs or None, map) -> rows, and their probs."""
 
     @staticmethod
-    def forward(data: Any, tensors: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:
-        rows, ordered = data
+    def forward(rows: int, tensors: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:
         inp, probs, row_id_map = tensors
-        sources = _sources(row_id_map, rows, ordered)
+        sources = _sources(row_id_map, rows)
         tokens = torch.where(sources >= 0, sources // max(row_id_map.shape[1], 1), -1)
         permuted = _taken(inp, tokens)
         if probs is None:
@@ -136,7 +124,7 @@ class _Permute:
         return (permuted, _taken(probs.reshape(-1), sources)), [row_id_map], None
 
     @staticmethod
-    def backward(data: Any, note: Any, saved: list[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def backward(rows: int, note: Any, saved: list[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
         (row_id_map,) = saved
         of_inp = None if grads[0] is None else _summed(grads[0].contiguous(), row_id_map, None)
         of_probs = None
@@ -149,7 +137,7 @@ class _Unpermute:
     """(rows, probs or None, map) -> tokens."""
 
     @staticmethod
-    def forward(ordered: bool, tensors: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:
+    def forward(data: Any, tensors: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:
         rows, probs, row_id_map = tensors
         out = _summed(rows, row_id_map, probs)
         # Without probs, the gradient needs no rows.
@@ -157,11 +145,11 @@ class _Unpermute:
 
     @staticmethod
     def backward(
-        ordered: bool, count: int, saved: list[Any], grads: tuple[Any, ...]
+        data: Any, count: int, saved: list[Any], grads: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         row_id_map, probs, rows = saved
         (grad,) = grads
-        sources = _sources(row_id_map, count, ordered)
+        sources = _sources(row_id_map, count)
         tokens = torch.where(sources >= 0, sources // max(row_id_map.shape[1], 1), -1)
         taken = _taken(grad, tokens)
         if probs is None:
@@ -211,7 +199,7 @@ def moe_permute(
     rows = _count(num_out_tokens, routing_map, map_type)
     make = _mask_map if map_type == "mask" else _index_map
     row_id_map = make(routing_map, rows)
-    return run(_Permute, (rows, map_type == "mask"), inp, None, row_id_map), row_id_map
+    return run(_Permute, rows, inp, None, row_id_map), row_id_map
 
 
 def moe_permute_with_probs(
@@ -223,7 +211,7 @@ def moe_permute_with_probs(
     _check_probs(probs, routing_map, "probs")
     rows = _count(num_out_tokens, routing_map, "mask")
     row_id_map = _mask_map(routing_map, rows)
-    permuted, permuted_probs = run(_Permute, (rows, True), inp, probs, row_id_map)
+    permuted, permuted_probs = run(_Permute, rows, inp, probs, row_id_map)
     return permuted, permuted_probs, row_id_map
 
 
@@ -265,7 +253,7 @@ def moe_permute_and_pad_with_probs(
         before = [sum(gaps[:e]) for e in range(len(gaps))]
         offsets = torch.tensor(before, dtype=torch.int64, device=inp.device)
     moved = _padded(row_id_map, offsets)
-    permuted, permuted_probs = run(_Permute, (sum(padded), True), inp, probs, moved)
+    permuted, permuted_probs = run(_Permute, sum(padded), inp, probs, moved)
     return permuted, permuted_probs, row_id_map, offsets, target
 
 
@@ -281,7 +269,8 @@ def moe_unpermute(
     """Each token's rows, weighted by `merging_probs` if given, summed: `[tokens, hidden]`.
 
     `merging_probs` has the shape of `row_id_map`; `probs` is its old name. `restore_shape`, if
-    given, is the shape of the result. `map_type` is that of the permutation.
+    given, is the shape of the result. `map_type` changes nothing: a map of either type says where
+    each row is.
     """
     if probs is not None:
         if merging_probs is not None:
@@ -319,7 +308,7 @@ def moe_unpermute(
             moved.max() < inp.shape[0],
             f"inp: got {inp.shape[0]} rows; row_id_map is of an input with more",
         )
-    out: Tensor = run(_Unpermute, map_type == "mask", inp, merging_probs, moved)
+    out: Tensor = run(_Unpermute, None, inp, merging_probs, moved)
     return out if restore_shape is None else out.reshape(tuple(restore_shape))
 
 

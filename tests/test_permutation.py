@@ -141,6 +141,20 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(there_and_back, (inp, probs))
 
 
+def test_a_map_says_where_rows_are_whatever_its_type() -> None:
+    """Of indices, with the type left at its default: the rows' gradients were of other tokens."""
+    indices = torch.rand(16, 4).topk(2).indices
+    rows, row_id_map = mf.moe_permute(torch.randn(16, 8), indices, map_type="index")
+    probs, grad = torch.rand(16, 2), torch.randn(16, 8)
+    found = []
+    for map_type in ("index", "mask"):
+        given = rows.clone().requires_grad_(), probs.clone().requires_grad_()
+        y = mf.moe_unpermute(given[0], row_id_map, given[1], map_type=map_type)
+        found.append([y, *torch.autograd.grad(y, given, grad)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_each_is_the_gradient_of_the_other() -> None:
     mask, inp = routed(9, 4), torch.randn(9, 5, dtype=torch.bfloat16, requires_grad=True)
     rows, row_id_map = mf.moe_permute(inp, mask, int(mask.sum()))

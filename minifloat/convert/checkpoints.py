@@ -110,11 +110,13 @@ _MODULE: Any = types.SimpleNamespace(
 
 # ------------------------------------------------------------------------------------ one entry
 def read_extra_state(
-    entry: Any, name: str = SUFFIX, layers: Sequence[str] = ("",)
+    entry: Any, name: str = SUFFIX, layers: Sequence[str] = ("",), members: int = 1
 ) -> dict[str, Tensor]:
     """`delayed.*` tensors of one entry; {} where it holds no delayed scaling.
 
-    `layers` are the prefixes of those that share the entry, in the order of their slots.
+    `layers` are the prefixes of those that share the entry, in the order of their slots; each is
+    `members` linear layers side by side: there the slots of one come before those of the next, here
+    the members of a slot.
     """
     data = payload(entry)
     if data is None:
@@ -137,24 +139,36 @@ def read_extra_state(
     for tag, direction, slots in (("fwd", "forward", FORWARD), ("bwd", "backward", BACKWARD)):
         scale: Any = state.get(f"scale_{tag}")
         history: Any = state.get(f"amax_history_{tag}")
-        n = len(slots) * len(layers)
+        count = len(layers) * members
+        n = len(slots) * count
         if not _is_state(scale, history, n):
-            of = "a linear layer has" if len(layers) == 1 else f"{len(layers)} linear layers have"
+            of = "a linear layer has" if count == 1 else f"{count} linear layers have"
             raise ValueError(
                 f"{name}: scale_{tag} and amax_history_{tag}: got {_shape(scale)} and "
                 f"{_shape(history)}; {of} ({n},) and (length, {n})"
             )
-        scales, histories = (
-            t.float().split(len(slots), -1) for t in (scale, history)
-        )  # of each layer
-        for layer, of_scale, of_history in zip(layers, scales, histories, strict=True):
-            rows = of_history.clone()
+        # [length, layer, slot, member] of [length, layer, member, slot]
+        shape = (-1, len(layers), members, len(slots))
+        scales, histories = (t.float().reshape(shape).transpose(2, 3) for t in (scale, history))
+        for j, layer in enumerate(layers):
+            rows = histories[:, j].clone()
             for i, slot in enumerate(slots):
-                out[f"{layer}delayed.scale_{slot}"] = of_scale[i : i + 1].clone()
-                out[f"{layer}delayed.amax_{slot}"] = rows[0, i : i + 1].clone()
+                out[f"{layer}delayed.scale_{slot}"] = scales[0, j, i].clone()
+                out[f"{layer}delayed.amax_{slot}"] = rows[0, i].clone()
             rows[0] = 0.0  # the step that is being recorded, which is amax_* here
-            out[f"{layer}delayed.history_{direction}"] = rows
+            out[f"{layer}delayed.history_{direction}"] = rows.reshape(len(rows), -1)
     return out
+
+
+def _members(state: Mapping[str, Any], prefix: str) -> int:
+    """How many linear layers a module is: experts have a weight each, or one of all."""
+    whole = state.get(f"{prefix}weight")
+    if isinstance(whole, Tensor):
+        return whole.shape[0] if whole.dim() == 3 else 1
+    each = 0
+    while f"{prefix}weight{each}" in state:
+        each += 1
+    return max(each, 1)
 
 
 def _is_state(scale: Any, history: Any, n: int) -> bool:
@@ -189,7 +203,7 @@ def convert_state_dict(state: Any, path: str = "") -> tuple[Any, int]:
         if isinstance(key, str) and (key == SUFFIX or key.endswith(f".{SUFFIX}")):
             prefix = key[: -len(SUFFIX)]
             layers = ("fc1.", "fc2.") if f"{prefix}fc1_weight" in state else ("",)
-            found = read_extra_state(value, f"{path}{key}", layers)
+            found = read_extra_state(value, f"{path}{key}", layers, _members(state, prefix))
             out.update({prefix + name: tensor for name, tensor in found.items()})
             count += 1
         else:

@@ -268,7 +268,7 @@ def weight_operands(
 ) -> Workspace:
     """Both copies of weights `[E, N, K]`, or E weights `[N, K]`, as a workspace keeps them."""
     of_col = plan.w_col if col and not plan.col_from_row[1] else None
-    flat = weight.reshape(-1, weight.shape[2]) if isinstance(weight, Tensor) else weight
+    flat = weight.flatten(0, 1) if isinstance(weight, Tensor) else weight
     num = len(weight)
     row, made = _cast(flat, num, plan.w_row, of_col, live)
     assert row is not None

@@ -145,7 +145,7 @@ class GroupedLinear(Experts, Projection):
         shape = inp.shape
         if out is not None:
             self._check_buffer("out", out, inp, (*shape[:-1], self.out_features))
-        x = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
+        x = inp if inp.dim() == 2 else inp.flatten(0, -2)
         sizes = self._sizes(m_splits, x.shape[0], x.device, "m_splits")
         asks = self._special or isinstance(owners[0], QUANTIZED)
         begun = self._begin(partial(self._refuse_experts, owners) if asks else None)
@@ -199,6 +199,8 @@ class GroupedLinear(Experts, Projection):
 
     def _refuse_experts(self, owners: list[Any], plan: Plan) -> None:
         """Raise for what a forward by `plan` would find wrong on its way."""
+        if plan.w_row.layout[0] is torch.uint8:
+            self._check_all_quantized(owners)
         for w in owners:
             self._check_recipe(w, plan)
             if self._into_main_grad(w):
@@ -214,7 +216,7 @@ class GroupedLinear(Experts, Projection):
             return
         self.delayed.used = True
         whole = weights[0].detach() if self.single_grouped_weight else together(weights)
-        w = whole.reshape(-1, self.in_features)
+        w = whole.flatten(0, 1)
         with torch.no_grad():
             for i, slot, t, of, cast in (
                 (0, "input", x.detach(), sizes, plan.x_row),
@@ -237,8 +239,13 @@ class GroupedLinear(Experts, Projection):
             )
         if not (torch.is_grad_enabled() and inp.requires_grad):
             return inp
-        through: Any = inp.view_as(inp)
-        through.register_hook(lambda grad: buffer.detach().copy_(grad))
+
+        def fill(grad: Tensor) -> Tensor:
+            buffer.detach().copy_(grad)
+            return buffer  # itself: autograd would keep a tensor that nobody else has as a .grad
+
+        through: Any = torch.ops.aten.alias(inp)  # its gradient goes on as it is
+        through.register_hook(fill)
         return through  # type: ignore[no-any-return]
 
     def _fuses_wgrad(self) -> bool:

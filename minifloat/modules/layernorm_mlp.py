@@ -22,6 +22,7 @@ from ..parameters import (
     default_device,
     default_init,
     initialise,
+    make_writable,
     quantized_parameter,
 )
 from ..producer import activation as activation_of
@@ -174,11 +175,7 @@ class LayerNormMLP(Module, Normed):
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise; with `defer_init` only mark the parameters. Meta parameters are made real."""
         if not defer_init:
-            for name, parameter in list(self.named_parameters(recurse=False)):
-                if parameter.is_meta:
-                    real = torch.empty_like(parameter, device=default_device(None))
-                    made = nn.Parameter(real, parameter.requires_grad)
-                    self.register_parameter(name, made)
+            make_writable(self, self.fc1._init_recipe is not None)
             for (part, of), method in zip(self._parts(), self._init_methods, strict=True):
                 self._initialise(part, of, method)
         self._reset_norm()
@@ -205,9 +202,7 @@ class LayerNormMLP(Module, Normed):
         of.delayed.reset()
         if of._init_recipe is not None:
             roles = of.get_quantizer_roles(fwd=True, num_quantizers=3)
-            made = quantized_parameter(
-                weight.detach(), of._init_recipe, roles, of.delayed, of._preserve
-            )
+            made = quantized_parameter(weight, of._init_recipe, roles, of.delayed, of._preserve)
             self.register_parameter(f"{part}_weight", made)
 
     @property

@@ -13,6 +13,7 @@ from ..parameters import (
     check_parameter_dtype,
     default_device,
     initialise,
+    make_writable,
     quantized_parameter,
     splits,
 )
@@ -78,11 +79,7 @@ class Weighted(Projection):
             return  # nn.Linear's constructor, which is not ours
         weights = self._weights()
         if not defer_init:
-            for name, parameter in list(self.named_parameters(recurse=False)):
-                if parameter.is_meta:
-                    real = torch.empty_like(parameter, device=default_device(None))
-                    made = nn.Parameter(real, parameter.requires_grad)
-                    self.register_parameter(name, made)
+            make_writable(self, self._init_recipe is not None)
             self.delayed.materialise(default_device(None))
             weights = self._weights()
             initialise(weights, self._init_method, *self._tracker, self._where())
@@ -101,7 +98,7 @@ class Weighted(Projection):
         self.register_parameter(
             f"{prefix}weight",
             quantized_parameter(
-                self._weights()[0].detach(), self._init_recipe, roles, self.delayed, self._preserve
+                self._weights()[0], self._init_recipe, roles, self.delayed, self._preserve
             ),
         )
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from . import grouped_cast
 from .grouped_factories import CLASSES
-from .grouped_operators import BANNED, HANDLERS, refuse
+from .grouped_operators import HANDLERS, flat, refuse, refused
 from .grouped_shapes import member_shapes, outer_shape
 from .grouped_storage import GroupedTensorStorage, _no_parameter
 from .operators import dequantized_call
-from .storage import _as_size
+from .storage import _as_size, _infer
 from .tensor import QuantizedTensor
 from .wrapper import Wrapper, contiguous_stride
 
@@ -86,10 +86,13 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
 
     def view(self, *shape: Any) -> Any:
         """The flat row buffer (`view(-1)`), or the shape that is there; other views are errors."""
+        if shape and isinstance(shape[0], torch.dtype):
+            return Tensor.view(self, *shape)
         size = _as_size(shape)
-        # Codes are no function of the values that autograd could follow.
-        codes = self._quantizer is not None and len(size) == 1
-        return Tensor.view(self.detach() if codes else self, *size)
+        # Codes are no function of the values that autograd could follow, nor what others who ask by
+        # the operator want: this method alone gives them.
+        codes = self._quantizer is not None and _infer(size, self.numel()) == (self.numel(),)
+        return flat(self) if codes else Tensor.view(self, *size)
 
     def reshape(self, *shape: Any) -> Any:
         raise refuse(self, "reshape")
@@ -130,7 +133,7 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
             out = handler(func, *args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if func in BANNED:
+        if refused(func):
             raise refuse(cls, func)
         return dequantized_call(func, args, kwargs)
 

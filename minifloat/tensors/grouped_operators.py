@@ -1,7 +1,8 @@
 """What PyTorch operators do to grouped tensors.
 
-An operator in `HANDLERS` keeps a group a group; one in `BANNED` would cut members up. Any other
-sees the stacked, dequantized members.
+An operator in `HANDLERS` keeps a group a group, or gives its members. Another one whose result
+aliases its argument would cut members up, or alias a dequantized copy, where what is written is
+lost: it is refused, as are those in `BANNED`. Any other sees the stacked, dequantized members.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .declared import Declared
 from .grouped_storage import GroupedTensorStorage
 from .storage import _infer
 
-__all__ = ["BANNED", "HANDLERS", "refuse"]
+__all__ = ["HANDLERS", "flat", "refuse", "refused"]
 
 aten = torch.ops.aten
 
@@ -31,22 +32,43 @@ def refuse(group: Any, what: Any) -> RuntimeError:
     )
 
 
+def refused(func: Any) -> bool:
+    """Whether an operator without a handler is an error."""
+    return func in BANNED or (func.is_view and func is not aten.expand.default)
+
+
 def _is_group(value: object) -> bool:
     return isinstance(value, GroupedTensorStorage)
 
 
 def _view(func: Any, t: Any, shape: Sequence[int]) -> Any:
-    """The same shape, or the flat row buffer; nothing else."""
+    """The same shape, or all values in a row: the row buffer, or a copy where that has codes.
+
+    DDP takes parameters to its buckets this way. (`GroupedTensor.view` gives codes.)
+    """
     size = _infer(shape, t.numel())
     if size == tuple(t.shape):
         return t._aliased()
-    if len(size) != 1:
+    if size != (t.numel(),):
         raise refuse(t, f"view{tuple(shape)}")
+    return flat(t) if t._quantizer is None else t._dequantize(t.dtype).view(-1)
+
+
+def flat(t: Any) -> Tensor:
+    """The flat row buffer."""
     if t.rowwise_data is None:
         raise RuntimeError(
             f"{type(t).__name__}: a flat view is of the rowwise data, which is absent"
         )
-    return t.rowwise_data.view(-1)
+    return t.rowwise_data.view(-1)  # type: ignore[no-any-return]
+
+
+def _unbind(func: Any, t: Any, dim: int = 0) -> Any:
+    """The members, where they are stacked: what is written there is written here."""
+    if dim % t.dim() != 0 or not t.all_same_shape():
+        return NotImplemented
+    members = t.split_into_quantized_tensors()
+    return members if isinstance(members[0], Tensor) else NotImplemented
 
 
 def _empty_like(func: Any, t: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
@@ -100,23 +122,8 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _empty_like,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
+    aten.unbind.int: _unbind,
 }
 
-BANNED = frozenset(
-    {
-        aten.cat.default,
-        aten.permute.default,
-        aten.reshape.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.stack.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-    }
-)
+# What makes a copy, of members that are cut up or put into another order.
+BANNED = frozenset({aten.cat.default, aten.stack.default})

@@ -350,6 +350,23 @@ def test_leading_dims_bias_and_out() -> None:
     assert held.shape == (E, N)
 
 
+@pytest.mark.parametrize("kind", ["module", "operation"])
+def test_gradients_add_up_beside_a_buffer_that_is_used_again(kind: str) -> None:
+    """A leaf kept the buffer as its .grad, which the next backward wrote over and added again."""
+    torch.manual_seed(1)
+    made: Any = mf.GroupedLinear if kind == "module" else mf.ops.GroupedLinear
+    layer = made(E, K, N, device="cpu")
+    leaf, splits, buffer = torch.randn(ROWS, K).requires_grad_(), torch.tensor(SPLITS), None
+    found = []
+    for name in ("", "dgrad_out" if kind == "module" else "grad_input"):
+        leaf.grad, buffer = None, torch.empty(ROWS, K)
+        for factor in (1.0, 2.0):
+            y = layer(leaf, splits, **({name: buffer} if name else {}))
+            y.backward(torch.full_like(y, factor))
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
 def test_torch_autocast() -> None:
     layer, alone = pair(None)
     x = torch.randn(ROWS, K)

@@ -165,3 +165,29 @@ def test_later_gradients_under_torch_autocast(kwargs: Any) -> None:
         layer.backward_dw()
     owner = layer.weight if kwargs else layer.weight3
     assert owner.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [mf.GroupedLinear, mf.ops.GroupedLinear])
+def test_quantized_and_plain_experts(kind: Any) -> None:
+    with mf.quantized_model_init(recipe=CURRENT):
+        quantized = kind(4, 48, 64, device="cpu")
+    layer = kind(4, 48, 64, device="cpu")
+    layer.weight0 = quantized.weight0
+    match = "GroupedLinear: weight0 is quantized and weight1 is not"
+    with mf.autocast(recipe=CURRENT), pytest.raises(TypeError, match=match):
+        layer(x(), torch.tensor(SPLITS))
+    with pytest.warns(UserWarning, match="dequantized"):
+        assert torch.isfinite(layer(x(), torch.tensor(SPLITS))).all()
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT, recipes.MXFP8BlockScaling()])
+@pytest.mark.parametrize("single", [False, True])
+def test_experts_of_no_features(recipe: Any, single: bool) -> None:
+    """As a Linear: the biases are the result. A layer that can be made can run."""
+    layer = mf.GroupedLinear(4, 0, 64, device="cpu", single_grouped_weight=single)
+    inp = torch.randn(5, 11, 0, requires_grad=True)
+    with mf.autocast(enabled=recipe is not None, recipe=recipe):
+        y = layer(inp, SPLITS)
+    y.sum().backward()
+    assert y.shape == (5, 11, 64) and inp.grad is not None
+    assert torch.equal(layer.bias2.grad, torch.full((64,), 33.0))

@@ -12,9 +12,11 @@ import torch
 import minifloat as mf
 from minifloat import ops
 from minifloat import recipe as recipes
+from minifloat.convert import convert_state_dict
 from minifloat.experts import together
 
 from .cases import RECIPES
+from .test_linear_state import with_recipe
 
 SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
 SPLITS = [5, 0, 33, 17]
@@ -98,6 +100,37 @@ def test_delayed_state_goes_along() -> None:
     assert torch.equal(a.delayed.scale_input, b.delayed.scale_input)
     assert a.delayed.scale_input.shape == (4,)
     assert a.delayed.scale_input.unique().numel() > 1
+
+
+@pytest.mark.parametrize("kwargs", [{}, SINGLE], ids=["apart", "one"])
+def test_delayed_state_of_transformer_engine(kwargs: Any) -> None:
+    """There the slots of one expert come before those of the next."""
+    slots = {"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")}
+    entry = {
+        name: torch.rand(*length, 4 * len(slots[tag]))
+        for tag in slots
+        for name, length in ((f"scale_{tag}", ()), (f"amax_history_{tag}", (8,)))
+    }
+    layer = make(**kwargs)
+    state = {f"experts.{k}": v for k, v in layer.state_dict().items()}
+    state["experts._extra_state"] = with_recipe(entry, "uint8")
+    model = torch.nn.ModuleDict({"experts": layer})
+    converted, count = convert_state_dict(state)
+    model.load_state_dict(converted)
+    assert count == 1 and layer.delayed.used
+    for tag, names in slots.items():
+        for i, slot in enumerate(names):
+            scale, amax = layer.delayed.live(slot)
+            mine = slice(i, None, len(names))
+            assert torch.equal(scale, entry[f"scale_{tag}"][mine])
+            assert torch.equal(amax, entry[f"amax_history_{tag}"][0, mine])
+            history = getattr(
+                layer.delayed, {"fwd": "history_forward"}.get(tag, "history_backward")
+            )
+            column = history[1:, 4 * i : 4 * (i + 1)]
+            assert torch.equal(column, entry[f"amax_history_{tag}"][1:, mine])
+    with mf.autocast(recipe=recipes.DelayedScaling(amax_history_len=8)):
+        layer(torch.randn(55, 48), SPLITS).sum().backward()
 
 
 # ------------------------------------------------------------------------------------------- errors

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import minifloat
@@ -371,3 +373,32 @@ def test_the_number_of_slots_must_be_the_modules() -> None:
         ValueError, match=r"x\._extra_state: scale_fwd.*2 linear layers have \(6,\)"
     ):
         convert_state_dict(state)
+
+
+LAYERS: dict[str, Any] = {
+    **{kind: lambda kind=kind: layer(kind, device="cpu") for kind in KINDS},
+    "GroupedLinear": lambda: minifloat.GroupedLinear(2, 16, 24, device="cpu"),
+    "ops.Linear": lambda: minifloat.ops.Sequential(minifloat.ops.Linear(16, 24, device="cpu")),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_distributed_checkpoint_has_delayed_scalings_state(kind: str, tmp_path: Path) -> None:
+    """It is read in place, into what the state dict of a new model names: without the state the
+    model began with scale 1, and nobody said so."""
+    trained, new = LAYERS[kind](), LAYERS[kind]()
+    splits = ([4, 4],) if kind == "GroupedLinear" else ()
+    for _ in range(2):
+        with minifloat.autocast(recipe=RECIPE):
+            y = trained(torch.randn(8, 16), *splits)
+        y.sum().backward()
+    dcp.save(trained.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    names = set(new.state_dict())
+    with minifloat.autocast(recipe=recipes.MXFP8BlockScaling()):
+        assert set(new.state_dict()) == names
+    with minifloat.autocast(recipe=RECIPE):
+        dcp.load(new.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    expected = trained.state_dict()
+    assert set(new.state_dict()) == set(expected) > names
+    for name, value in new.state_dict().items():
+        assert torch.equal(value, expected[name]), name

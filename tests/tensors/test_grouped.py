@@ -11,6 +11,7 @@ import torch
 
 import minifloat as mf
 
+from . import world
 from .cases import assert_same, delayed, values
 from .groups import GROUPS, SOME, assert_same_group, group_of, quantizer_of
 
@@ -398,6 +399,13 @@ def test_the_flag_that_leaves_everything() -> None:
         lambda g: g.chunk(2),
         lambda g: torch.cat([g, g]),
         lambda g: torch.stack([g, g]),
+        lambda g: g.view(7),
+        # Of dequantized members these would be views into which nobody's writes go.
+        lambda g: g.diagonal(),
+        lambda g: g.unfold(0, 2, 1),
+        lambda g: g.unbind(1),
+        lambda g: g.view(torch.int32),
+        lambda g: g.as_strided((2, 17), (17, 1)),
     ],
 )
 @pytest.mark.parametrize("grad", [True, False])
@@ -405,6 +413,50 @@ def test_members_are_not_cut_up(cut: Any, grad: bool) -> None:
     group, _ = group_of("mxfp8")
     with pytest.raises(RuntimeError, match=r"split_into_quantized_tensors\(\)"):
         cut(mf.as_parameter(group) if grad else group)
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_values_in_a_row(kind: str) -> None:
+    """Who asks by an operator gets no codes: DDP does, and copied them back as values."""
+    group = group_of(kind)[0]
+    expected = group.dequantize()
+    for row in (torch.flatten(group), torch.reshape(group, (-1,)), group.ravel()):
+        assert row.dtype == group.dtype and torch.equal(row, expected.reshape(-1))
+
+
+@pytest.mark.parametrize("kind", ["current", "block_1d", "mxfp8", "nvfp4"])
+def test_ddp_leaves_a_group_as_it_is(kind: str) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = mf.as_parameter(group_of(kind)[0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight).sum()
+
+    net = Net()
+    expected = net.weight.dequantize()
+    with world.alone():
+        y = torch.nn.parallel.DistributedDataParallel(net)(torch.tensor(2.0))
+        y.backward()
+    torch.testing.assert_close(net.weight.dequantize(), expected, rtol=1e-6, atol=0)
+    assert net.weight.grad is not None and bool((net.weight.grad == 2).all())
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_members_one_by_one(kind: str) -> None:
+    """A loop over a group gives its members: what is written there is written here, and has a
+    gradient."""
+    group = mf.as_parameter(group_of(kind)[0])
+    each = list(group)
+    assert [type(m) for m in each] == [type(m) for m in group.split_into_quantized_tensors()]
+    sum((i + 1) * m.sum() for i, m in enumerate(each)).backward()
+    assert group.grad is not None
+    assert torch.equal(group.grad[:, 0, 0], torch.arange(1.0, 1 + len(each)))
+    with torch.no_grad():
+        for i, member in enumerate(group):
+            torch.nn.init.constant_(member, float(i))
+    assert torch.equal(group.dequantize()[:, 1, 2], torch.arange(float(len(each))))
 
 
 def test_the_flat_view_is_the_row_buffer() -> None:

@@ -188,6 +188,7 @@ class GroupedLinear(Experts, QuantizedOperation):
         dtype = owners[0].dtype if autocast_dtype is None else autocast_dtype
         copies = None
         if isinstance(owners[0], QUANTIZED) and begun.plan.w_row.layout[0] is torch.uint8:
+            self._check_all_quantized(owners)
             read = [self._read(w, dtype, begun.plan) for w in owners]
             copies = grouped.quantized_weights(read, needs[0])
         call = Call(
@@ -327,7 +328,8 @@ class GroupedLinear(Experts, QuantizedOperation):
             dx = dx.reshape(ctx.shape)
             if ctx.buffer is not None:
                 self._check_buffer("grad_input", _eager(ctx.buffer, "grad_input"), dx, dx.shape)
-                dx = ctx.buffer.detach().copy_(dx)
+                ctx.buffer.detach().copy_(dx)
+                dx = ctx.buffer  # itself: a tensor that nobody else has would be kept as a .grad
         grads = self._grads(dw, of_bias if db is None else db)
         return dx, [grads], [(None, of_factors) if self._scale_bias else (None,)]
 

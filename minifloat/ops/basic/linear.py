@@ -15,6 +15,7 @@ from ...parameters import (
     check_size,
     default_device,
     main_grad,
+    make_writable,
     quantized_parameter,
     quantized_weight,
 )
@@ -105,9 +106,8 @@ class BasicLinear(QuantizedOperation):
     def reset_parameters(self) -> None:
         """Kaiming-uniform as in `nn.Linear`; a meta weight is made real."""
         if self.weight.is_meta:
-            real = torch.empty_like(self.weight, device=default_device(None))
-            self.weight = nn.Parameter(real, self.weight.requires_grad)
             self.delayed.materialise(default_device(None))
+        make_writable(self, self._init_recipe is not None)
         tracker = self._rng_state_tracker_function
         if tracker is None:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5.0))
@@ -118,7 +118,7 @@ class BasicLinear(QuantizedOperation):
         if self._init_recipe is not None:
             roles = self.get_quantizer_roles(fwd=True, num_quantizers=3)
             self.weight = quantized_parameter(
-                self.weight.detach(), self._init_recipe, roles, self.delayed, self._preserve
+                self.weight, self._init_recipe, roles, self.delayed, self._preserve
             )
 
     @property
