@@ -16,6 +16,7 @@ __all__ = [
     "check_noop",
     "check_seed",
     "check_usage",
+    "check_whole",
 ]
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,8 +24,8 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tensor") -> None:
     """Raise for an input that no format can hold, before anything is written."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}; a torch.Tensor is needed")
+    if type(x) is not Tensor:
+        check_whole(x, name)
     if x.dtype not in INPUT_DTYPES:
         allowed = ", ".join(str(d) for d in INPUT_DTYPES)
         raise TypeError(f"{name}: got dtype {x.dtype}; allowed: {allowed}")
@@ -40,6 +41,19 @@ def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tens
                 f"{name}: got a 0-d tensor; {cast.format_name} scales blocks of a tensor with at "
                 "least one dim: reshape it to (1,)"
             )
+
+
+def check_whole(x: Tensor, name: str) -> None:
+    """Raise for what is no tensor, and for what is spread over ranks: codes would be of the part
+    that is here."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}; a torch.Tensor is needed")
+    if hasattr(x, "_local_tensor"):
+        raise TypeError(
+            f"{name}: got a {type(x).__name__}, whose parts are not cast together; pass "
+            "to_local() or full_tensor() of it. Layers split their weights by parallel_mode= and "
+            "tp_group=, and FSDP2 gathers its own before forward"
+        )
 
 
 def check_usage(row: bool, col: bool) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from . import extra_state, library, scalars
 from .formats import HIGH
 from .operands import Live
-from .recipe.autocast import STATE, note, settle
+from .recipe.autocast import STATE, note, repeated, settle
 from .recipe.base import Recipe, check_recipe
 from .recipe.delayed import BACKWARD, FORWARD, DelayedState, Slots, update
 from .recipe.plan import Plan
@@ -211,7 +211,7 @@ class Module(nn.Module):
         state = self.delayed
         if not replays:
             self._fit(state, plan.update.history_len)
-            if not STATE.checkpointed:
+            if not repeated():  # whose graph changes no objects: see DelayedState.ran
                 state.__dict__["used"] = True
                 note(state, plan, recipe, roles)
         x: Live | None = state.live("input") if plan.delayed[0] else None
@@ -251,7 +251,7 @@ class Module(nn.Module):
     def _end(self, begun: Begun) -> None:
         """Close a forward that no autocast closes, or inside a compiled checkpoint, where no note
         may leave the graph."""
-        if STATE.checkpointed and begun.plan.update is not None and torch.is_grad_enabled():
+        if repeated() and begun.plan.update is not None and torch.is_grad_enabled():
             plan = begun.plan
             limits = (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit)
             update(self.delayed.forward_slots(limits), begun.plan.update, begun.group)

@@ -9,7 +9,7 @@ import torch
 from ..core.linear import weight_operands
 from ..module import Begun, Module
 from ..recipe import Recipe, get_default_recipe
-from ..recipe.autocast import STATE
+from ..recipe.autocast import STATE, repeated
 from ..recipe.replay import unseen
 from ..tensors import QuantizedTensorStorage
 from .workspace import Cached, Versions, cast_weight
@@ -95,7 +95,7 @@ class CachesWeight(Module):
         if self._preallocated and not compiling:
             self._hold(new)
             return
-        if STATE.checkpointed or (not compiling and _capturing()) or self._preallocated:
+        if repeated() or (not compiling and _capturing()) or self._preallocated:
             inside = "a CUDA graph" if not compiling else "a compiled checkpoint"
             if self._preallocated:
                 inside = "torch.compile for another recipe than at construction"

@@ -24,11 +24,12 @@ def checkpoint(
     use_reentrant: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`torch.utils.checkpoint.checkpoint`, of which ours is an alias in eager.
+    """`torch.utils.checkpoint.checkpoint`, with an eye on the recipe.
 
     Our modules find in a recompute what they read in forward: the recipe, and delayed scaling's
-    scales. Under `torch.compile` this tells PyTorch to repeat what is inside an autograd.Function
-    (2.11 would not) and to keep delayed scaling's scales of now.
+    scales. Compiled code inside reads the recipe anew, which is put back for it. Under
+    `torch.compile` this tells PyTorch to repeat what is inside an autograd.Function (2.11 would
+    not) and to keep delayed scaling's scales of now.
     """
     if distribute_saved_activations or get_rng_state_tracker is not None or tp_group is not None:
         raise NotImplementedError(
@@ -38,14 +39,35 @@ def checkpoint(
     if use_reentrant:  # PyTorch's takes no keywords of the function
         own = {k: kwargs.pop(k) for k in _OWN if k in kwargs}
         function, kwargs = functools.partial(function, **kwargs) if kwargs else function, own
-    if not torch.compiler.is_compiling() or use_reentrant or "context_fn" in kwargs:
+    if not torch.compiler.is_compiling():
+        function = _again_as_now(function)
+        return _torch.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+    if use_reentrant or "context_fn" in kwargs:
         return _torch.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
     outer, STATE.checkpointed = STATE.checkpointed, True
-    made = _torch.checkpoint(
-        function, *args, use_reentrant=False, context_fn=_recompute_all, **kwargs
-    )
-    STATE.checkpointed = outer
-    return made
+    try:
+        return _torch.checkpoint(
+            function, *args, use_reentrant=False, context_fn=_recompute_all, **kwargs
+        )
+    finally:
+        STATE.checkpointed = outer
+
+
+def _again_as_now(function: Any) -> Any:
+    """`function`, which backward runs in the autocast of now: a graph inside it has no record."""
+    now = (STATE.recipe, STATE.calibration, STATE.group, STATE.depth)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            return function(*args, **kwargs)
+        outer = (STATE.recipe, STATE.calibration, STATE.group, STATE.depth)
+        STATE.recipe, STATE.calibration, STATE.group, STATE.depth = now
+        try:
+            return function(*args, **kwargs)
+        finally:
+            STATE.recipe, STATE.calibration, STATE.group, STATE.depth = outer
+
+    return run
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

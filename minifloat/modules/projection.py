@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import dispatch
 from ..autograd import chain
@@ -21,8 +22,8 @@ from ..core import collectives
 from ..core.linear import Call
 from ..core.linear import Linear as LinearOp
 from ..formats import Operand
-from ..inputs import INPUT_DTYPES
-from ..module import Begun
+from ..inputs import INPUT_DTYPES, check_whole
+from ..module import HIGH_PLAN, Begun
 from ..parameters import check_recipe_of, check_size, find_main_grad, main_grad, quantized_weight
 from ..quantizers import UsageError
 from ..recipe.autocast import STATE
@@ -71,7 +72,7 @@ class Projection(CachesWeight):
             raise ValueError(f"{where}: tp_size: got {tp_size!r}; an int >= 1 is needed")
         self._setup(name, device)
         self.recipe = None  # on the instance: a graph looks for it there
-        self.tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        self.tp_size = tp_size if tp_group is None else _size(tp_group, f"{where}: tp_group")
         self._tp: collectives.Group | None = None
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
@@ -107,7 +108,7 @@ class Projection(CachesWeight):
 
     def set_tensor_parallel_group(self, group: Any) -> None:
         """The ranks over which tensor parallelism runs; None takes them away."""
-        size = self.tp_size if group is None else torch.distributed.get_world_size(group)
+        size = self.tp_size if group is None else _size(group, f"{self._where()}: group")
         if size != self.tp_size:
             raise ValueError(
                 f"{self._where()}: group: got one of {size} ranks; the parameters were made for "
@@ -148,7 +149,7 @@ class Projection(CachesWeight):
         `inp` is None where the input is made on the way.
         """
         special = self._special or first is not None or fp8_output or fp8_grad
-        if not (special or self._tp is not None or _quantized(weight) or _quantized(inp)):
+        if not (special or self._tp is not None or _other(weight) or _other(inp)):
             return None
         return partial(self._refuse, inp, weight, owners, first, fp8_output, fp8_grad)
 
@@ -164,6 +165,10 @@ class Projection(CachesWeight):
     ) -> None:
         """Raise for what a forward by `plan` would find wrong on its way."""
         self._check_first(first)
+        if plan is not HIGH_PLAN:
+            for t, argument in ((inp, "inp"), (weight, "weight")):
+                if _other(t):
+                    check_whole(t, f"{self._where()}: {argument}")
         if _quantized(weight):
             check_recipe_of(weight, plan, self._where())
         if _quantized(inp):
@@ -473,6 +478,20 @@ def refuse_unsupported(where: str, **given: Any) -> None:
                 f"{where}: {argument}={value!r}: userbuffers and symmetric memory are not "
                 "supported; leave it at its default"
             )
+
+
+def _size(group: Any, argument: str) -> int:
+    if not hasattr(group, "group_name"):
+        raise TypeError(
+            f"{argument}: got {group!r}; a process group of torch.distributed is needed, or None"
+        )
+    return torch.distributed.get_world_size(group)
+
+
+def _other(tensor: Any) -> bool:
+    """Whether it is neither a plain tensor nor an ordinary parameter."""
+    kind = type(tensor)
+    return not (kind is Tensor or kind is Parameter or tensor is None)
 
 
 def _quantized(tensor: Any) -> bool:

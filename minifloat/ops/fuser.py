@@ -19,12 +19,15 @@ from .wiring import CALLER, Key, Wiring, position, wire
 
 __all__ = [
     "OperationFuser",
+    "check_keywords",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
 
 Fusion = Callable[..., list[FusibleOperation]]
+# Keyword arguments of forwards that are a fuser's to give.
+FUSERS = ("requires_grad", "prev_op_grad_output_quantizer", "next_op_input_quantizer")
 Plan = list[tuple[FusibleOperation, list[int]]]
 
 
@@ -128,6 +131,9 @@ class OperationFuser:
                 f"OperationFuser: basic_op_kwargs: got {len(basic_op_kwargs)} for {len(ops)} basic "
                 "operations; a dict for each"
             )
+        if any(basic_op_kwargs):
+            for i, given in enumerate(basic_op_kwargs):
+                check_keywords(ops[i], given, position(ops, i))
         extra = {(CALLER, k): t for k, t in enumerate(extra_inputs)}
         x = self._run_ranges(self._ranges(), input, extra, basic_op_kwargs)
         if not wiring.public:
@@ -349,6 +355,22 @@ def _run(pipeline: Pipeline, call: Call, tensors: tuple[Any, ...], shield: str =
 def _recipe() -> Any:
     """The recipe in force; in a recompute, the first run's, so that the same operations fuse."""
     return STATE.recipe if torch.compiler.is_compiling() else replayed(STATE.recipe)
+
+
+def check_keywords(op: Any, given: Any, where: str) -> None:
+    """Raise unless the forward of a basic operation takes the keyword arguments `given`."""
+    if not isinstance(given, dict):
+        raise TypeError(
+            f"{where}: keyword arguments: got {type(given).__name__}; a dict of them is needed"
+        )
+    takes = op.forward_keywords
+    for name in given:
+        if name in FUSERS or (takes is not None and name not in takes):
+            all_but = f"any but {', '.join(FUSERS)}"
+            raise TypeError(
+                f"{where}: keyword argument {name!r}: its forward takes "
+                f"{all_but if takes is None else ', '.join(takes) or 'none'} from a caller"
+            )
 
 
 def _expanded(ops: Sequence[FusibleOperation]) -> list[Any]:

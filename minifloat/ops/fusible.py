@@ -37,6 +37,8 @@ class FusibleOperation(nn.Module):
     _framework: ClassVar[bool] = True  # its forwards are defaults, not a choice of style
     _use_split_forward: ClassVar[bool] = False
     _computes_as: ClassVar[type[Any]] = nn.Module  # whose forward or backward it has
+    # What a caller may give its forward by keyword; None: whatever that makes of it.
+    forward_keywords: ClassVar[tuple[str, ...] | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .basic_operation import BasicOperation
-from .fuser import OperationFuser
+from .fuser import OperationFuser, check_keywords
 from .fusible import FusibleOperation
 
 __all__ = ["Sequential"]
@@ -184,6 +184,7 @@ class Sequential(nn.Module):
                 raise ValueError(
                     f"Sequential: op_kwargs: {type(op).__name__} is no operation of this Sequential"
                 )
+            check_keywords(op, kwargs, type(op).__name__)  # before any of them has run
             made.append((op, kwargs))
         return made
 

@@ -20,7 +20,8 @@ def settle(cls: type[Any]) -> None:
 
     The class nearest in the method resolution order that defines a forward decides. One class
     defines one style, and a pair whole; a half may come from a parent that is split itself.
-    `cls._computes_as` is the nearest that defines a forward or a backward.
+    `cls._computes_as` is the nearest that defines a forward or a backward. Whoever defines a
+    forward and does not say its `forward_keywords` takes any.
     """
     found = [_defined(base, FORWARDS) for base in cls.__mro__]
     for base, names in zip(cls.__mro__, found, strict=True):
@@ -40,6 +41,9 @@ def settle(cls: type[Any]) -> None:
     computing = [base for base in cls.__mro__ if _defined(base, FORWARDS | BACKWARDS)]
     if computing:
         cls._computes_as = computing[0]
+    says = next(i for i, base in enumerate(cls.__mro__) if "forward_keywords" in vars(base))
+    if min(split_at, legacy_at) < says:
+        cls.forward_keywords = None
 
 
 def _defined(base: type[Any], names: set[str]) -> set[str]:

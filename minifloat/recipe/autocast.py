@@ -28,6 +28,7 @@ __all__ = [
     "fp8_model_init",
     "note",
     "quantized_model_init",
+    "repeated",
     "settle",
 ]
 
@@ -60,6 +61,12 @@ class _State:
 
 
 STATE = _State()
+
+
+def repeated() -> bool:
+    """Whether what is traced is a part of a graph that backward will repeat. Where a graph breaks
+    in such a part, eager code runs it, and PyTorch's checkpoint repeats that."""
+    return STATE.checkpointed and torch.compiler.is_compiling()
 
 
 def note(state: DelayedState, plan: Plan, recipe: Any, roles: tuple[Roles, Roles]) -> None:

@@ -107,9 +107,16 @@ class DelayedState(nn.Module):
         scales = tuple([held[n] for n in names[0]])
         return Slots(history, scales, tuple([held[n] for n in names[1]]), limits)
 
+    def ran(self) -> bool:
+        """Whether there was a delayed forward: what backward repeats of a graph leaves a history,
+        and cannot set `used`."""
+        if self.used or library.traced() or self.scale_input.is_meta:  # the latter hold no values
+            return self.used
+        return bool(self.history_forward.any())
+
     # ----------------------------------------------------------------------------- state dict
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.used:
+        if self.ran():
             for name, buffer in self.named_buffers():
                 destination[prefix + name] = buffer if keep_vars else buffer.detach()
 

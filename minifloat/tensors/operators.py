@@ -14,6 +14,7 @@ import torch
 from .declared import Declared
 from .kept import moved
 from .storage import QuantizedTensorStorage, _infer
+from .views import is_view, mapped, read_only
 
 __all__ = ["ANYWHERE", "HANDLERS", "copy_", "dequantized_call", "record"]
 
@@ -247,10 +248,10 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         for original in _flat(bound[name]):
             if isinstance(original, Declared):
                 original._check_writable(func)
-    plain = {name: _map(value, _plain_tensor) for name, value in bound.items()}
+    plain = {name: mapped(value, _plain_tensor) for name, value in bound.items()}
     out = func(*(plain[n] for n in names[: len(args)]), **{n: plain[n] for n in kwargs})
     if not written:
-        return out
+        return read_only(out, _name(bound)) if is_view(func) else out
     pairs: list[tuple[Any, Any]] = [
         (original, value)
         for name in names
@@ -269,17 +270,16 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     for original, value in pairs:
         original._write_values(value)
         results[id(value)] = original
-    return _map(out, lambda t: results.get(id(t), t))
+    return mapped(out, lambda t: results.get(id(t), t))
+
+
+def _name(bound: dict[str, Any]) -> str:
+    found = [x for value in bound.values() for x in _flat(value) if isinstance(x, Declared)]
+    return type(found[0]).__name__
 
 
 def _plain_tensor(value: Any) -> Any:
     return value._dequantize(value._dtype) if isinstance(value, Declared) else value
-
-
-def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(v, fn) for v in value)
-    return fn(value)
 
 
 def _flat(value: Any) -> list[Any]:

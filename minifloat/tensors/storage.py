@@ -276,8 +276,9 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
         if self._is_cut:
             raise UsageError(
                 f"{type(self).__name__}: these rows were cut out of a larger tensor and share its "
-                "scale, or have scales of their own that it does not see; write the whole tensor "
-                "(index assignment does), or clone() the rows first"
+                "scale, or have scales of their own that it does not see, or are a view without "
+                "its column copy; write the whole tensor (index assignment does), or clone() the "
+                "rows first"
             )
 
     def copy_from_storage(self, src: Any) -> None:
@@ -351,12 +352,21 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
         return self._viewed(_infer(_as_size(shape), self.numel()))
 
     def _viewed(self, size: tuple[int, ...]) -> Any:
-        if len(size) == 1 and len(self._laid_out) > 1 and not self._viewable(size):
-            made = self._like(self._mapped(_same), size)
-            made._unflat = self._laid_out
+        flat = len(size) == 1 and len(self._laid_out) > 1
+        if flat and not self._viewable(size):
+            made = self._flat(size)
         else:
             made = self._like(self._view_payload(size), size)
-        made._is_cut = self._is_cut
+            if self._has("col") and not made._has("col"):
+                # What is written to these rows has to reach the column copy, or is refused.
+                made = self._flat(size) if flat else made
+                made._is_cut = not flat
+        made._is_cut = made._is_cut or self._is_cut
+        return made
+
+    def _flat(self, size: tuple[int, ...]) -> Any:
+        made = self._like(self._mapped(_same), size)
+        made._unflat = self._laid_out
         return made
 
     def _viewable(self, shape: Sequence[int]) -> bool:

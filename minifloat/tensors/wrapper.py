@@ -61,6 +61,26 @@ class Wrapper:
     def untyped_storage(self: Any) -> Any:
         return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
 
+    def share_memory_(self: Any) -> Any:
+        """Move what it is made of to memory that processes share."""
+        for t in self._memory():
+            t.share_memory_()
+        return self
+
+    def is_shared(self: Any) -> bool:
+        return all(t.is_shared() for t in self._memory())
+
+    def _memory(self: Any) -> list[Tensor]:
+        """The inner tensors, those of the quantizer among them."""
+        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        # What PyTorch would hand out is the address 0.
+        raise BufferError(
+            f"{type(self).__name__}: its values have no memory that others could read; "
+            "dequantize() it first"
+        )
+
     # ----------------------------------------------------------------------- copies of itself
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         names, ctx = self.__tensor_flatten__()

@@ -232,8 +232,9 @@ def check_group_later(rank: int) -> None:
     values = sharded_values(case, {n: p.detach() for n, p in one.named_parameters()}, rank)
     layer.load_state_dict(values)
     layer.set_tensor_parallel_group(distributed.group.WORLD)
-    x = data(0)
-    torch.testing.assert_close(layer(x), one(x))
+    found, expected = layer(data(0)), one(data(0))
+    # Sums in another order, as in `check`: where they cancel, an element has no bound of its own.
+    assert (found - expected).norm() <= 2.0**-16 * expected.norm()
 
 
 # -------------------------------------------------------------------------------------------- FSDP2

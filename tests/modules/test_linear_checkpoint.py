@@ -16,6 +16,7 @@ from torch.utils import checkpoint as torch_checkpoint
 import minifloat
 from minifloat import recipe as recipes
 from minifloat.layout import parts
+from minifloat.recipe.autocast import STATE
 from minifloat.recipe.factories import delayed_scaling_factory
 
 from .cases import RECIPES as SIX
@@ -502,3 +503,71 @@ def test_a_graph_saves_one_copy_of_the_input(name: str) -> None:
         y = compiled(x)
     y.sum().backward()
     assert abs(sum(size for _, size in kept) - copy_bytes(recipe, 40, 96)) <= 64, kept
+
+
+# ----------------------------------------------------------------- graphs inside and around eager
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4"])
+def test_a_graph_is_repeated_in_the_autocast_of_its_forward(name: str, reentrant: bool) -> None:
+    """Backward ran it in high precision, where no autocast is open any more."""
+
+    def run(call: Any) -> list[Tensor]:
+        torch.compiler.reset()
+        block, made = Block(), []
+        for i in range(2):
+            x = data(i)
+            with minifloat.autocast(recipe=RECIPES[name]()):
+                y = call(torch.compile(block, backend="aot_eager", fullgraph=True), x)
+            backward(y)
+            assert x.grad is not None
+            made += [y.detach(), x.grad, *state(block)]
+        return made
+
+    again = functools.partial(minifloat.checkpoint, use_reentrant=reentrant)
+    for a, b in zip(run(again), run(plain), strict=True):
+        assert torch.equal(a, b)
+    assert STATE.recipe is None and STATE.depth == 0
+
+
+def test_a_state_dict_after_graphs_that_repeat_their_forward() -> None:
+    layer = minifloat.Linear(32, 32, device="cpu")
+    layer.delayed.fit(3)
+    step = torch.compile(
+        lambda x: minifloat.checkpoint(layer, x), backend="aot_eager", fullgraph=True
+    )
+    assert "delayed.scale_input" not in layer.state_dict()
+    with minifloat.autocast(recipe=RECIPES["delayed"]()):
+        y = step(data(0))
+    backward(y)
+    saved = layer.state_dict()
+    assert saved["delayed.scale_input"].item() == layer.delayed.scale_input.item() != 1.0
+
+
+def test_eager_code_in_a_graphs_checkpoint() -> None:
+    """Where the graph breaks at it, it is an eager checkpoint."""
+
+    def run(call: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, made = minifloat.Linear(32, 32, device="cpu"), []
+        function = torch.compiler.disable(lambda x: layer(layer(x) + x))
+        for i in range(3):
+            with minifloat.autocast(recipe=RECIPES["delayed"]()):
+                y = call(function, data(i))
+            backward(y)
+            made += [y.detach(), *state(layer)]
+        assert "delayed.scale_input" in layer.state_dict()
+        return made
+
+    compiled = torch.compile(minifloat.checkpoint, backend="aot_eager")
+    for a, b in zip(run(compiled), run(plain), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_that_fails_in_a_graph_leaves_nothing() -> None:
+    @torch.compiler.disable
+    def fails(x: Tensor) -> Tensor:
+        raise ArithmeticError("of the user")
+
+    with pytest.raises(ArithmeticError):
+        torch.compile(lambda x: minifloat.checkpoint(fails, x), backend="aot_eager")(data(0))
+    assert not STATE.checkpointed

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import minifloat
 from minifloat import collectives
@@ -497,6 +499,7 @@ def test_on_two_ranks_deeply(name: str) -> None:
         ({"parallel_mode": "diagonal"}, AssertionError, "parallel_mode"),
         ({"parallel_mode": "column", "tp_size": 3}, ValueError, "out_features=40.*tp_size=3"),
         ({"parallel_mode": "row", "tp_size": 5}, ValueError, "in_features=24.*tp_size=5"),
+        ({"tp_group": "world"}, TypeError, r"Linear\(up\): tp_group: got .world.; a process"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type, complaint: str) -> None:
@@ -510,6 +513,41 @@ def test_a_missing_group(mode: str) -> None:
     x = torch.ones(4, layer.in_features)
     with pytest.raises(RuntimeError, match=r"Linear\(up\): tp_size=2 without a process group"):
         layer(x)
+
+
+def test_a_group_that_is_none() -> None:
+    layer = minifloat.Linear(24, 40, name="up")
+    with pytest.raises(TypeError, match=r"Linear\(up\): group: got 3; a process group"):
+        layer.set_tensor_parallel_group(3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dtensors_are_refused_where_they_would_be_cast(recipe: str, compiled: bool) -> None:
+    """Blocks of a shard are none of the whole: MXFP8 gave NaN."""
+    with world.alone():
+        mesh = init_device_mesh("cpu", (1,))
+        for sharded_weight in (False, True):
+            layer = minifloat.Linear(24, 40, bias=False, device="cpu", name="up")
+            x: Any = torch.randn(4, 24)
+            if sharded_weight:
+                weight = distribute_tensor(layer.weight.detach(), mesh, [Shard(0)])
+                layer.weight = torch.nn.Parameter(weight)
+            else:
+                x = distribute_tensor(x, mesh, [Shard(0)])
+            f = torch.compile(layer, backend="aot_eager") if compiled else layer
+            said = rf"Linear\(up\): {'weight' if sharded_weight else 'inp'}: got a DTensor, whose"
+            with (
+                pytest.raises(TypeError, match=said),
+                minifloat.autocast(recipe=RECIPES[recipe]()),
+            ):
+                f(x)
+            assert not layer.delayed.used
+            torch.compiler.reset()
+        x = distribute_tensor(torch.randn(4, 24), mesh, [Replicate()])
+        assert layer(x).full_tensor().shape == (4, 40)  # no recipe: nothing is cast
+        with pytest.raises(TypeError, match="tensor: got a DTensor, whose parts"):
+            minifloat.MXFP8Quantizer(minifloat.DType.kFloat8E4M3)(x)
 
 
 def test_data_has_equal_amaxes() -> None:

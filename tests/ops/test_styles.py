@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import minifloat
 from minifloat import ops
@@ -71,12 +73,14 @@ def test_a_mixin_counts_as_the_class_that_uses_it() -> None:
     assert type("User", (whole, BasicOperation), {})._use_split_forward  # type: ignore[attr-defined]
 
 
-def test_every_built_in_operation_is_split() -> None:
+def test_every_built_in_operation_is_split_and_says_its_kwargs() -> None:
     found = [getattr(ops, name) for name in ops.__all__]
     basic = [c for c in found if isinstance(c, type) and issubclass(c, BasicOperation)]
     assert len(basic) > 25
     for cls in basic:
-        assert cls._use_split_forward or cls is BasicOperation, cls
+        if cls is not BasicOperation:
+            kwargs = ("output", "grad_input") if cls is ops.GroupedLinear else ()
+            assert cls._use_split_forward and cls.forward_keywords == kwargs, cls
 
 
 class Square(BasicOperation):
@@ -145,6 +149,34 @@ def test_kwargs_reach_both_halves() -> None:
     model = ops.Sequential(Square(), Square())
     model(x, op_kwargs={0: {"power": 3.0}, model[1]: {"power": 1.0}}).sum().backward()
     torch.testing.assert_close(x.grad, 3 * x.detach() ** 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_unknown_kwargs_are_refused(compiled: bool) -> None:
+    class Strict(Square):
+        forward_keywords = ("power",)
+
+    ran: list[int] = []
+    watched = nn.Identity()
+    watched.register_forward_hook(lambda *_: ran.append(1))
+    gelu, strict, loose = ops.GELU(), Strict(), Square()
+    model = ops.Sequential(watched, gelu, strict, loose)
+    x = torch.ones(2, 4)
+    for op, name, takes in (
+        (gelu, "typo", "takes none"),
+        (gelu, "dtype", "takes none"),  # what its `begin` makes for itself
+        (strict, "pwoer", "takes power from"),
+        (loose, "requires_grad", "takes any but requires_grad"),
+    ):
+        for run in (partial(op, **{name: 1}), partial(model, op_kwargs={op: {name: 1}})):
+            f = torch.compile(run, backend="aot_eager") if compiled else run
+            with pytest.raises(TypeError, match=f"{type(op).__name__}.*'{name}'.*{takes}"):
+                f(x)
+            torch.compiler.reset()
+    assert not ran  # nothing has changed before
+    assert torch.equal(model(x, op_kwargs={strict: {"power": 3.0}}), model(x) ** 1.5)
+    with pytest.raises(TypeError, match="GELU: keyword arguments: got NoneType; a dict"):
+        model(x, op_kwargs={gelu: None})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import io
 import warnings
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -114,6 +115,23 @@ def test_detach_shares_everything(kind: str) -> None:
         assert_same(made, t)
         assert not made.requires_grad or made.grad_fn is not None
         assert shares_memory(made, t) == set(bits(t))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_memory_is_that_of_the_buffers(kind: str) -> None:
+    t, same = quantized(kind), quantized(kind)
+    assert not t.is_shared()
+    assert t.share_memory_() is t and t.is_shared()
+    assert all(getattr(t, name).is_shared() for name in t.__tensor_flatten__()[0])
+    assert_same(t, same)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_memory_is_handed_out(kind: str) -> None:
+    """It was the address 0."""
+    for read in (torch.from_dlpack, numpy.from_dlpack):
+        with pytest.raises(BufferError, match="no memory that others could read; dequantize"):
+            read(quantized(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,6 +44,7 @@ class ActivationOperation(BasicOperation):
     the input for backward as E4M3 codes.
     """
 
+    forward_keywords = ()
     activation: ClassVar[str]
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:

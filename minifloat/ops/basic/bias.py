@@ -20,6 +20,8 @@ __all__ = ["Bias"]
 class Bias(BasicOperation):
     """`y = x + bias`, with `bias[size]`, or this rank's part of it."""
 
+    forward_keywords = ()
+
     def __init__(
         self,
         size: int,

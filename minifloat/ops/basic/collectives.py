@@ -17,6 +17,8 @@ __all__ = ["AllGather", "AllReduce", "ReduceScatter"]
 class _Collective(BasicOperation):
     """Over the ranks of a group, the world's if None; alone in it, the identity."""
 
+    forward_keywords = ()
+
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
         self.process_group = process_group

@@ -24,6 +24,8 @@ class Dropout(BasicOperation):
     a multiple of 16, else a byte.
     """
 
+    forward_keywords = ()
+
     def __init__(self, p: float) -> None:
         super().__init__()
         if not isinstance(p, int | float) or not 0.0 <= p <= 1.0:

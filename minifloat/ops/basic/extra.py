@@ -46,6 +46,7 @@ class AddExtraInput(BasicOperation):
     """`y = x + extra`; with `in_place`, in the memory of an `extra` that the caller gave. (What
     comes by a channel may be saved by operations in between.)"""
 
+    forward_keywords = ()
     num_extra_inputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -89,6 +90,7 @@ class MakeExtraOutput(BasicOperation):
     """`y = x`, and x once more; with `in_place`, backward adds in the memory of the latter's
     gradient, if that comes from the caller."""
 
+    forward_keywords = ()
     num_extra_outputs = 1
 
     def __init__(self, *, in_place: bool = False) -> None:

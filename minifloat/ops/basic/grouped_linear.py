@@ -57,6 +57,7 @@ class GroupedLinear(Experts, QuantizedOperation):
     Parameters are those of `minifloat.GroupedLinear`, and it computes the same.
     """
 
+    forward_keywords = ("output", "grad_input")
     module_type = "grouped_linear"
     _slot_counts = {"forward": 2, "backward": 1}  # for each group
 

@@ -42,6 +42,7 @@ class BasicLinear(QuantizedOperation):
     columns ("column") or rows ("row") of the weight, and communicates as `sequence_parallel` says.
     """
 
+    forward_keywords = ()
     _slot_counts = {"forward": 2, "backward": 1}
 
     def __init__(  # noqa: PLR0913  (the contract's signature)

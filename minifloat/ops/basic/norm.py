@@ -29,6 +29,7 @@ class NormOperation(BasicOperation):
     changes nothing.
     """
 
+    forward_keywords = ()
     rms: ClassVar[bool]
 
     def __init__(
@@ -195,6 +196,8 @@ class RMSNorm(NormOperation):
 class L2Normalization(BasicOperation):
     """`y = x / sqrt(sum(x^2) + eps)` over the last dim. `seq_length` and `micro_batch_size` are for
     compilers that need them, and change nothing."""
+
+    forward_keywords = ()
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class Quantize(QuantizedOperation):
     quantized already stays as it is, and so does the gradient under a `backward_override`.
     """
 
+    forward_keywords = ()
     _slot_counts = {"forward": 1, "backward": 1}
     # It casts where a linear layer casts what it hands out, as those cast who read that.
     _live_slots = {"forward": ("output",), "backward": ("grad_input",)}

@@ -15,6 +15,8 @@ __all__ = ["ConstantScale"]
 class ConstantScale(BasicOperation):
     """`y = scale x`."""
 
+    forward_keywords = ()
+
     def __init__(self, scale: float) -> None:
         super().__init__()
         if not isinstance(scale, int | float):

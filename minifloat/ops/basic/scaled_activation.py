@@ -29,6 +29,7 @@ class ScaledActivationOperation(BasicOperation):
     `activation_recompute_in_mlp` asks for that: see `ForwardGroupedMLP`.
     """
 
+    forward_keywords = ()
     num_extra_inputs = 1
 
     def __init__(self, producer: Producer, activation_recompute_in_mlp: bool) -> None:

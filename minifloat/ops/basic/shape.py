@@ -15,6 +15,8 @@ __all__ = ["Identity", "Reshape"]
 class Identity(BasicOperation):
     """`y = x`."""
 
+    forward_keywords = ()
+
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> tuple[Any, Any]:
         return input_, ()
 
@@ -29,6 +31,8 @@ class Identity(BasicOperation):
 
 class Reshape(BasicOperation):
     """`y = x.reshape(shape)`."""
+
+    forward_keywords = ()
 
     def __init__(self, shape: int | Iterable[int]) -> None:
         super().__init__()
