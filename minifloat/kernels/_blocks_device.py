@@ -26,6 +26,7 @@ from ._device import (
     reduce2,
     spread,
     store_tile,
+    top2,
 )
 
 __all__ = [
@@ -329,9 +330,7 @@ def word_scales(
     n_m = M // 128 if EVEN else tl.cdiv(M, 128)
     a0, a1, a2, a3 = w0 & ABS2, w1 & ABS2, w2 & ABS2, w3 & ABS2
     if SQUARE:
-        top = reduce2(tl.reshape(max2(max2(a0, a1), max2(a2, a3)), (2048,)), 0)
-        # As integers: the maximum of two floats would drop a NaN.
-        top = tl.maximum(top << 16, top & _UPPER)
+        top = top2(max2(max2(a0, a1), max2(a2, a3)))
         s = fp8_scale(top.to(tl.float32, bitcast=True), eps, LIMIT, INF, POW2)
         r0, r1, r2, r3, c0, c1 = s, s, s, s, s, s
         if ROW_SCALE:

@@ -37,6 +37,7 @@ __all__ = [
     "reduce2",
     "spread",
     "store_tile",
+    "top2",
 ]
 
 FP8: dict[Element, tl.dtype] = {E4M3: tl.float8e4nv, E5M2: tl.float8e5}
@@ -153,6 +154,14 @@ def reduce2(b_w, AXIS: tl.constexpr):
     else:
         out = tl.max(b_w & _LOWER, AXIS) | (tl.max((b_w >> 16) & _LOWER, AXIS) << 16)
     return out
+
+
+@triton.jit
+def top2(b_w):
+    """Bits of the largest of words of two |bf16|, as fp32."""
+    top = reduce2(tl.reshape(b_w, (b_w.numel,)), 0)
+    # As integers: the maximum of two floats would drop a NaN.
+    return tl.maximum(top << 16, top & _UPPER)
 
 
 @triton.jit

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._blocks_device import ABS2, row_pairs
-from ._device import codes4, fp8_scale, high, low, max2, reduce2
+from ._blocks_device import row_pairs
+from ._device import codes4, fp8_scale, high, low
 
 __all__ = [
     "find_scale",
@@ -20,10 +20,7 @@ __all__ = [
     "store_columns",
     "store_rows",
     "store_words",
-    "top_of_words",
 ]
-
-_UPPER = tl.constexpr(-0x10000)  # the second number of a word
 
 
 @triton.jit
@@ -112,15 +109,6 @@ def load_words(x, o_l, o_w, start, size, stride, EVEN: tl.constexpr):
     w2 = load_line(p_x + 2 * step, o_l + 2 < size, EVEN)
     w3 = load_line(p_x + 3 * step, o_l + 3 < size, EVEN)
     return w0, w1, w2, w3
-
-
-@triton.jit
-def top_of_words(w0, w1, w2, w3):
-    """Bits of the largest |x|, as fp32."""
-    b_a = max2(max2(w0 & ABS2, w1 & ABS2), max2(w2 & ABS2, w3 & ABS2))
-    top = reduce2(tl.reshape(b_a, (b_a.numel,)), 0)
-    # As integers: the maximum of two floats would drop a NaN.
-    return tl.maximum(top << 16, top & _UPPER)
 
 
 @triton.jit

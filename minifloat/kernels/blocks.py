@@ -92,10 +92,11 @@ def f32_kernel(
 @triton.jit
 def words_kernel(
     x, row, row_scale, col, col_scale, eps, M, K, stride,
-    SQUARE: tl.constexpr, ROW_SCALE: tl.constexpr, COL_SCALE: tl.constexpr,
-    LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr, POW2: tl.constexpr,
+    SQUARE: tl.constexpr, ROW: tl.constexpr, ROW_SCALE: tl.constexpr, COL: tl.constexpr,
+    COL_SCALE: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr,
+    POW2: tl.constexpr,
 ):  # fmt: skip
-    """`f32_kernel` for both directions of whole 128x128 tiles of bf16, in words.
+    """`f32_kernel` for whole 128x128 tiles of bf16, in words: both directions, or one of squares.
 
     A thread has four rows of its columns: four codes of the column copy make a word without a
     move, and words are transposed. 10 instructions per element in place of 20, 111 us became 76.
@@ -113,10 +114,10 @@ def words_kernel(
     w3 = tl.load(p_x + 3 * (stride // 2))
     r0, r1, r2, r3, c0, c1 = word_scales(
         w0, w1, w2, w3, row_scale, col_scale, eps, i_m, i_k, M, K,
-        SQUARE, True, True, ROW_SCALE, COL_SCALE, LIMIT, INF, POW2, POW2 and not SQUARE, True,
+        SQUARE, ROW, COL, ROW_SCALE, COL_SCALE, LIMIT, INF, POW2, POW2 and not SQUARE, True,
     )  # fmt: skip
     store_words(
-        w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K, True, True, LIMIT, TYPE,
+        w0, w1, w2, w3, r0, r1, r2, r3, c0, c1, row, col, i_m, i_k, M, K, ROW, COL, LIMIT, TYPE,
         POW2 and not SQUARE, True, 128,
     )  # fmt: skip
 
@@ -325,7 +326,7 @@ def _f32(
     assert fmt.element is not None
     m, k = x.shape
     kind = _kind(fmt.square, row, col)
-    words = _words(x, row, col)
+    words = (fmt.square or (row is not None and col is not None)) and _words(x, row, col)
     config = config or CONFIGS[f"f32_{'words_' * words}{kind}"]
     args = {
         "x": x,
@@ -407,10 +408,11 @@ def _e8m0(
 
 
 def _words(x: Tensor, row: Tensor | None, col: Tensor | None) -> bool:
-    """Whether both copies of x can be made from words of two bf16 numbers, in whole tiles."""
-    if x.dtype != torch.bfloat16 or row is None or col is None:
+    """Whether copies of x can be made from words of two bf16 numbers, in whole tiles."""
+    if x.dtype != torch.bfloat16:
         return False
-    starts = (t.storage_offset() * t.element_size() % 4 for t in (x, row, col))
+    given = (t for t in (x, row, col) if t is not None)
+    starts = (t.storage_offset() * t.element_size() % 4 for t in given)
     aligned = x.stride(0) % 2 == 0 and not any(starts)
     return aligned and x.shape[0] % 128 == 0 and x.shape[1] % 128 == 0
 

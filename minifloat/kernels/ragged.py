@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import E4M3, FORMATS, FP32_MAX, Cast, Scale, cdiv, rup
-from ._blocks_device import line_amax, store_square_scale
-from ._device import FP8, abs_bits, amax, encode, fp8_scale, fp32
+from ._blocks_device import line_amax, max4, store_square_scale
+from ._device import FP8, abs_bits, amax, encode, fp8_scale, fp32, top2
 from ._ragged_device import (
     find_scale,
     load_rows,
@@ -36,7 +36,6 @@ from ._ragged_device import (
     store_columns,
     store_rows,
     store_words,
-    top_of_words,
 )
 from .blocks import E8M0_PAD, e8m0_blocks
 from .members import ENTRY, TILE, locate, tile_count
@@ -197,7 +196,7 @@ def words_kernel(
         first = (local == 0) & (i_k == 0)
         scale = find_scale(source, scale_inv, kept, eps, e, first, SCALED, KEEP, LIMIT, INF, POW2)
         if SCALED and SEEN:
-            tl.atomic_max(seen + e, top_of_words(w0, w1, w2, w3), sem="relaxed")
+            tl.atomic_max(seen + e, top2(max4(w0, w1, w2, w3)), sem="relaxed")
         at = start * K + local if EQUAL else place + local
         store_words(
             w0, w1, w2, w3, row, col, scale, o_l, o_w, o_k, start, size, at, K,

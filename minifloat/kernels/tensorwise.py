@@ -2,8 +2,9 @@
 
 The column copy is the transposed row copy. It is made from a transposed tile of the *source*:
 16-bit elements cross shared memory eight at a time (ldmatrix.trans), where codes would cross it
-byte by byte, and casting twice costs less than that. Tiles run from the last to the first: what
-the producer, or the amax pass, touched last is still in L2.
+byte by byte, and casting twice costs less than that. In *words* of two bf16 numbers four codes of a
+column are made in one thread, and words of them are transposed. Tiles run from the last to the
+first: what the producer, or the amax pass, touched last is still in L2.
 """
 
 from __future__ import annotations
@@ -17,9 +18,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import E4M3, E5M2, FP32_MAX, Element, cdiv, rup
-from ._device import FP8, abs_bits, encode, fp8_scale, inside, load_tile, padded, store_tile
+from ._blocks_device import ABS2, max4, store_words
+from ._device import (
+    FP8,
+    abs_bits,
+    encode,
+    fp8_scale,
+    inside,
+    load_tile,
+    max2,
+    padded,
+    store_tile,
+    top2,
+)
+from ._produce_device import in_words, load_four
 from .transpose import transpose
-from .variant import Config, Launch, Variant, samples
+from .variant import Config, Launch, Sample, Variant, samples
 
 __all__ = [
     "PARTIALS",
@@ -43,6 +57,10 @@ CONFIGS = {
     "row": Config(64, 256, 4),
     "col": Config(128, 64, 4),
     "both": Config(64, 128, 4),
+    "words_amax": Config(1, 4096, 4),
+    "words_row": Config(64, 128, 4),
+    "words_col": Config(128, 128, 4),
+    "words_both": Config(128, 128, 4),
 }
 # Below LARGE elements the device is not full: smaller tiles end sooner. H200, us, bf16 row+col:
 # 2048x768 3.5 for 3.8, 3072x768 4.2 for 4.8, 4096x4096 19.9 for 20.3. In CUDA graphs, sources not
@@ -54,6 +72,10 @@ SMALL_CONFIGS = {
     "row": Config(16, 128, 4),
     "col": Config(32, 64, 4),
     "both": Config(64, 64, 4),
+    "words_amax": Config(1, 2048, 4),
+    "words_row": Config(32, 128, 4),
+    "words_col": Config(64, 128, 4),
+    "words_both": Config(64, 128, 4),
 }
 
 
@@ -67,6 +89,22 @@ def amax_kernel(x, partial, tiles, columns, K, stride, BK: tl.constexpr):
         b_x = tl.load(x + (i_t // columns) * stride + o_k, mask=o_k < K, other=0.0)  # [BK]
         b_max = tl.maximum(b_max, abs_bits(b_x))
     tl.store(partial + i_p, tl.max(b_max, 0))
+
+
+@triton.jit
+def words_amax_kernel(x, partial, tiles, columns, K, stride, FLAT: tl.constexpr, BK: tl.constexpr):
+    """`amax_kernel` of K words of two bf16 numbers, rows `stride` words apart; FLAT: of one row."""
+    i_p = tl.program_id(0).to(tl.int64)
+    p_x = x.to(tl.pointer_type(tl.int32), bitcast=True)
+    b_max = tl.zeros((BK,), tl.int32)  # [BK]
+    for i_t in range(i_p, tiles, tl.num_programs(0)):
+        i_m, i_k = 0, i_t
+        if not FLAT:
+            i_m, i_k = i_t // columns, i_t % columns
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_w = tl.load(p_x + i_m * stride + o_k, mask=o_k < K, other=0)  # [BK]
+        b_max = max2(b_max, b_w & ABS2)
+    tl.store(partial + i_p, top2(b_max))
 
 
 @triton.jit
@@ -180,6 +218,35 @@ def cast_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["n"])
+def words_kernel(
+    x, row, col, source, n, amax, scale_inv, kept, eps, M, K, stride,
+    SCALED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, AMAX: tl.constexpr,
+    KEEP: tl.constexpr, LIMIT: tl.constexpr, TYPE: tl.constexpr, INF: tl.constexpr,
+    POW2: tl.constexpr, PARTIALS: tl.constexpr, EVEN: tl.constexpr, PAD: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """`cast_kernel` in BM x 128 tiles of words. Saturation is left to the hardware's cast."""
+    i_p = tl.program_id(0)
+    i_t = tl.num_programs(0) - 1 - i_p
+    n_k = K // 128
+    i_m = (i_t // n_k).to(tl.int64)
+    i_k = (i_t % n_k).to(tl.int64)
+    o_m = i_m * BM + 4 * tl.arange(0, BM // 4)
+    p_x = x.to(tl.pointer_type(tl.int32), bitcast=True) + i_k * 64 + tl.arange(0, 64)[None, :]
+    p_x += o_m[:, None] * (stride // 2)
+    w0, w1, w2, w3 = load_four(p_x, stride // 2, o_m[:, None] < M, EVEN)  # [BM/4, 64]
+    top = top2(max4(w0, w1, w2, w3)) if SCALED and AMAX else 0
+    s = find_scale(
+        source, n, top, amax, scale_inv, kept, eps, i_p, SCALED, AMAX, KEEP, LIMIT, INF, POW2,
+        PARTIALS,
+    )  # fmt: skip
+    store_words(
+        w0, w1, w2, w3, s, s, s, s, s, s, row, col, i_m, i_k, M, K, ROW, COL, LIMIT, TYPE,
+        False, EVEN, BM, PAD,
+    )  # fmt: skip
+
+
 def amax(x: Tensor, out: Tensor) -> None:
     """`out` (fp32, one element) = max |x|, 0 for an empty x, NaN if x holds one."""
     finish(*_partial_amax(x), out)
@@ -262,10 +329,15 @@ def _partial_amax(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _amax_launch(x: Tensor, config: Config | None = None, partials: int = PARTIALS) -> Launch:
-    config = config or (SMALL_CONFIGS if x.numel() < LARGE else CONFIGS)["amax"]
     m, k = x.shape
+    stride = x.stride(0)
     if x.is_contiguous():
         m, k = 1, m * k
+        stride = k
+    words = x.dtype is torch.bfloat16 and x.data_ptr() % 4 == k % 2 == stride % 2 == 0
+    if words:
+        k, stride = k // 2, stride // 2
+    config = config or _config(x, f"{'words_' * words}amax")
     columns = cdiv(k, config.k)
     tiles = m * columns
     programs = max(1, min(tiles, partials))
@@ -276,10 +348,11 @@ def _amax_launch(x: Tensor, config: Config | None = None, partials: int = PARTIA
         "tiles": tiles,
         "columns": columns,
         "K": k,
-        "stride": x.stride(0),
+        "stride": stride,
+        "FLAT": m == 1,
         "BK": config.k,
     }
-    return Launch(amax_kernel, programs, args, config)
+    return Launch.of(words_amax_kernel if words else amax_kernel, programs, args, config)
 
 
 def _finish(partial: Tensor, n: int, out: Tensor) -> Launch:
@@ -305,8 +378,10 @@ def _cast(
     pad: int = 1,
 ) -> Launch:
     kind = "both" if row is not None and col is not None else "row" if col is None else "col"
-    config = config or (SMALL_CONFIGS if x.numel() < LARGE else CONFIGS)[kind]
     m, k = x.shape
+    out = [t for t in (row, col) if t is not None]
+    words = in_words(x.dtype, m, k, x) and not any(t.data_ptr() % 4 for t in out)
+    config = config or _config(x, f"{'words_' * words}{kind}")
     args = {
         "x": x,
         "row": row,
@@ -336,7 +411,12 @@ def _cast(
         "BK": config.k,
     }
     # An empty x still has a scale, so there is always a program 0 to write it.
-    return Launch.of(cast_kernel, max(1, config.tiles(m, k)), args, config)
+    fn = words_kernel if words else cast_kernel
+    return Launch.of(fn, max(1, config.tiles(m, k)), args, config)
+
+
+def _config(x: Tensor, kind: str) -> Config:
+    return (SMALL_CONFIGS if x.numel() < LARGE else CONFIGS)[kind]
 
 
 def variants() -> Iterator[Variant]:
@@ -345,7 +425,8 @@ def variants() -> Iterator[Variant]:
     one = torch.empty(1, dtype=torch.float32, device="meta")
     code = torch.empty(1, dtype=torch.uint8, device="meta")
     yield Variant.of("finish", _finish(bits, 1, one))
-    for sample in samples():
+    words = torch.empty(4100, 4096, dtype=torch.bfloat16, device="meta")  # in partial tiles
+    for sample in (*samples(), Sample(words, True)):
         yield Variant.of(f"amax_{sample.tag}", _amax_launch(sample.x))
         for direction, row, col in sample.directions:
             for element in (E4M3, E5M2) if sample.every else (E4M3,):
@@ -355,9 +436,12 @@ def variants() -> Iterator[Variant]:
                 yield Variant.of(f"current_{name}", launch)
                 launch = _cast(*of, source=one, amax=bits, scaled=True)
                 yield Variant.of(f"scaled_{name}", launch)
-                config = CONFIGS[direction]
+                of_words = launch.fn is words_kernel
+                config = CONFIGS[f"{'words_' * of_words}{direction}"]
                 launch = _cast(*of, source=bits, kept=one, config=config)
                 yield Variant.of(f"large_{name}", launch)
                 if sample.x.shape[0] % 16:
                     launch = _cast(*of, source=one, amax=bits, scaled=True, pad=16)
                     yield Variant.of(f"roomy_{name}", launch)
+    strided = torch.empty(4096, 8192, dtype=torch.bfloat16, device="meta")[:, :4096]
+    yield Variant.of("amax_strided_bf16", _amax_launch(strided))

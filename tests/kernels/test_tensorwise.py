@@ -151,8 +151,47 @@ def test_scaled(directions: tuple[bool, bool], shape: tuple[int, int], dtype: to
     check_scaled(shape, dtype, E5M2, directions)
 
 
+WORDS = [(4, 128), (100, 128), (2052, 384)]  # four rows at a time; whole lines, partial tiles
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 1), (17, 1), (100, 127), (129, 129), (4100, 300)])
+@pytest.mark.parametrize("directions", DIRECTIONS)
+@pytest.mark.parametrize("shape", [*WORDS, (256, 384)])
+def test_in_words(shape: tuple[int, int], directions: tuple[bool, bool]) -> None:
+    check_current(shape, torch.bfloat16, E5M2, directions, pow2=True)
+    check_scaled(shape, torch.bfloat16, E4M3, directions)
+    check_scaled(shape, torch.bfloat16, E5M2, directions, scales=(torch.inf, torch.nan))
+
+
+@pytest.mark.parametrize(("offset", "words"), [(0, True), (64, True), (1, False), (3, False)])
+def test_words_begin_with_a_pair(offset: int, words: bool) -> None:
+    x = torch.empty(64, 256, dtype=torch.bfloat16)[:, offset : offset + 128]
+    code, one = torch.empty(64 * 128, dtype=torch.uint8), torch.empty(1)
+    cast = tensorwise._cast(x, E4M3, code, code, one, source=one, scaled=True)
+    assert (cast.fn is tensorwise.words_kernel) == words
+    assert (tensorwise._amax_launch(x).fn is tensorwise.words_amax_kernel) == words
+    bytewise = tensorwise._cast(x, E4M3, code[1:], None, one, source=one, scaled=True)
+    assert bytewise.fn is tensorwise.cast_kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 2, 1])
+def test_rows_of_words_may_be_apart(offset: int) -> None:
+    x = torch.randn(132, 400).to(torch.bfloat16)[:, offset : offset + 384]
+    expected, scale_inv, _ = reference.quantize(x, Cast("fp8_e4m3"))
+    wide = torch.full((132, 400), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    given = wide[:, offset : offset + 384].copy_(x)
+    row, col, inverse = buffer(expected), buffer(expected.t()), buffer(scale_inv)
+    tensorwise.cast_current(given, E4M3, pow2=False, eps=0.0, row=row, col=col, scale_inv=inverse)
+    assert_exact(inverse, scale_inv)
+    assert_codes(row, expected)
+    assert_codes(col, expected.t())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (17, 1), (100, 127), (129, 129), (4100, 300), *WORDS[:2]]
+)
 @pytest.mark.parametrize("directions", DIRECTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_room_is_filled_with_zeros(
@@ -220,13 +259,14 @@ def test_interpreted() -> None:
 
 if __name__ == "__main__":
     check_amax((3, 40000), torch.float16, plain=True)
+    check_amax((30, 4000), torch.bfloat16, plain=True)
     check_amax((17, 1), torch.bfloat16)
     for shape in SMALL:
         check_current(shape, torch.bfloat16, E4M3, BOTH, plain=True)
         check_scaled(shape, torch.float32, E5M2, BOTH, plain=True)
     check_current((100, 127), torch.float16, E5M2, (True, False), pow2=True, eps=1e-12, plain=True)
     check_current((100, 127), torch.float32, E4M3, (False, True), given=True, plain=True)
-    for shape in ((1, 17), (17, 1), (66, 71)):
+    for shape in ((1, 17), (17, 1), (66, 71), (68, 128)):
         check_current(shape, torch.bfloat16, E4M3, BOTH, plain=True, pad=16)
         check_scaled(shape, torch.float32, E5M2, (False, True), plain=True, pad=16)
     for shape in EMPTY:
