@@ -23,23 +23,28 @@ RESCALE = Config(1, 4096, 8)
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of two, NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def slot(history, scale, amax, limit, LEN, i, N, RECENT: tl.constexpr, MAX: tl.constexpr,
          BLOCK: tl.constexpr):  # fmt: skip
     """Record `amax[0]` in column i of `history[LEN, N]`, roll it, and set the next scale.
 
     An amax of zero recorded nothing, and changes nothing.
     """
+    # All is asked for before anything is waited for: one latency.
     now = tl.load(amax)
+    old = tl.load(scale)
     o_r = tl.arange(0, BLOCK)
     b_h = tl.load(history + o_r * N + i, mask=(o_r > 0) & (o_r < LEN), other=0.0)  # [BLOCK]
     # Row r of the rolled history is row r + 1 of the old one; the last is what was recorded.
     b_n = tl.load(history + (o_r + 1) * N + i, mask=(o_r > 0) & (o_r + 1 < LEN), other=0.0)
     largest = now
     if not RECENT:
-        missing = tl.max((b_h != b_h).to(tl.int32), 0)
-        largest = tl.maximum(now, tl.max(b_h, 0))
-        largest = tl.where((missing > 0) | (now != now), float("nan"), largest)
-    old = tl.load(scale)
+        largest = larger(now, tl.reduce(b_h, 0, larger))
     new = tl.minimum(tl.div_rn(limit, largest), MAX)
     new = tl.where((largest > 0) & (largest <= MAX), new, old)
     b_n = tl.where((o_r == LEN - 1) & (o_r > 0), now, b_n)

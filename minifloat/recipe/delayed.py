@@ -7,7 +7,7 @@ written in place, so that graphs and CUDA graphs see every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -203,20 +203,29 @@ def update_all(steps: list[tuple[Slots, DelayedUpdate, str | None]]) -> None:
     """`update` of many, outside of graphs: one collective for each group, and one program for all
     that have a kernel."""
     steps = [(_within(slots, rule), rule, _shared(rule, group)) for slots, rule, group in steps]
+    groups = {shared: None for *_, shared in steps if shared is not None}  # ranks need one order
+    if groups:
+        _reduce(steps, groups)
+    found = [_plain(slots, rule) for slots, rule, _ in steps]
+    plain = [step for step in found if step is not None]
+    done = bool(plain) and scalars.advance(plain)
+    if done and len(plain) == len(steps):
+        return
     with torch.no_grad():
-        for name in dict.fromkeys(shared for *_, shared in steps if shared is not None):
+        for (slots, rule, _), step in zip(steps, found, strict=True):
+            if step is None or not done:
+                _continue(slots, torch.cat(slots.amaxes), rule)
+
+
+def _reduce(steps: list[tuple[Slots, DelayedUpdate, str | None]], groups: Iterable[str]) -> None:
+    """The amaxes of those who share them, one collective for each group."""
+    with torch.no_grad():
+        for name in groups:
             amaxes = [a for slots, _, shared in steps if shared == name for a in slots.amaxes]
             reduced = collectives.all_reduce(torch.cat(amaxes), name, "max")
             parts = torch.split(reduced, [a.shape[0] for a in amaxes])
             for amax, part in zip(amaxes, parts, strict=True):
                 _write(amax, part)
-    found = [_plain(slots, rule) for slots, rule, _ in steps]
-    plain = [step for step in found if step is not None]
-    done = bool(plain) and scalars.advance(plain)
-    for (slots, rule, _), step in zip(steps, found, strict=True):
-        if step is None or not done:
-            with torch.no_grad():
-                _continue(slots, torch.cat(slots.amaxes), rule)
 
 
 def _within(slots: Slots, rule: DelayedUpdate) -> Slots:
