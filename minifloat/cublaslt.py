@@ -1,25 +1,29 @@
-"""Products of codes as cuBLASLt is asked for them, described once and not in every call.
+"""Products as cuBLASLt is asked for them, described once and not in every call.
 
-    d[M, N] = a[M, K] b[N, K]^T    under scales of whole operands, or of their blocks
+    d[M, N] = a[M, K] b[N, K]^T    of codes under scales of whole operands, or of their blocks,
+                                   or of values of two bytes, which have no scales
 
 PyTorch describes a product, and asks for an algorithm, at every call, and takes the first that is
 proposed. Here both are done when a program is written, and `fastest` chooses among the algorithms:
-those that are proposed, and the same with other tiles and clusters.
+those that are proposed, and for codes the same with other tiles and clusters. PyTorch multiplies
+values by cuBLAS, which takes what it likes: of theirs an algorithm is taken for its bits alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import env, fastest
-from .steps import Call, Constant, Form, Piece, numel
+from .formats import HALF
+from .steps import ALIGNED, Call, Constant, Form, Piece, numel
 
 __all__ = ["Operand", "Product", "of_call", "product"]
 
@@ -27,7 +31,7 @@ aten = torch.ops.aten
 
 # Names of cublasLt.h and library_types.h.
 COMPUTE_32F, R_32F, R_16F, R_16BF, R_8F_E4M3, R_8F_E5M2 = 68, 0, 2, 14, 28, 29
-TRANSA, EPILOGUE, BIAS_POINTER = 3, 7, 8
+TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
 A_SCALE_MODE, B_SCALE_MODE = 31, 32
 EPILOGUE_BIAS, MAX_WORKSPACE_BYTES = 4, 1
@@ -50,13 +54,36 @@ SOMEWHERE = 1 << 20  # an address for pointers that are not known yet; nobody re
 
 
 class Operand(NamedTuple):
-    """`[lines, K]`, the contraction contiguous; `mode` is a value of ScalingType."""
+    """`[lines, K]`, K contiguous, or else, `turned`, the lines; `stride` is that of the other.
+
+    `mode` is a value of ScalingType for codes, None for values.
+    """
 
     lines: int
     k: int
     stride: int
     dtype: torch.dtype
-    mode: int = 0
+    mode: int | None = 0
+    turned: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix as cuBLAS counts, whose columns are contiguous."""
+        return self.lines if self.turned else self.k
+
+    @property
+    def columns(self) -> int:
+        return self.k if self.turned else self.lines
+
+    @property
+    def nbytes(self) -> int:
+        """Gaps included."""
+        return self.columns * self.stride * self.dtype.itemsize
+
+    def view(self, memory: Tensor) -> Tensor:
+        """`[lines, K]` of bytes that start where the operand does."""
+        strides = (1, self.stride) if self.turned else (self.stride, 1)
+        return memory.view(self.dtype).as_strided((self.lines, self.k), strides)
 
 
 class _Result(ctypes.Structure):
@@ -79,20 +106,26 @@ class Product:
         self._made: list[tuple[str, ctypes.c_void_p]] = []
         weakref.finalize(self, _destroy, self._made).atexit = False
         self._descriptor = self._make("MatmulDesc", COMPUTE_32F, R_32F)
-        # cuBLAS counts columns first: d^T = b a^T is what it is asked for.
-        self._set(TRANSA, ctypes.c_int32(1))
-        self._set(FAST_ACCUM, ctypes.c_int8(fast))
-        self._set(A_SCALE_MODE, ctypes.c_int32(_MODES[b.mode]))
-        self._set(B_SCALE_MODE, ctypes.c_int32(_MODES[a.mode]))
-        self.attributes = [A_SCALE_POINTER, B_SCALE_POINTER]
+        # cuBLAS counts columns first: d^T = b a^T is what it is asked for, of b [N, K] and a^T
+        # [K, M]. It sees [lines, K] where lines are contiguous, else [K, lines].
+        self._set(TRANSA, ctypes.c_int32(not b.turned))
+        self._set(TRANSB, ctypes.c_int32(a.turned))
+        self.attributes: list[int] = []
+        if a.mode is not None and b.mode is not None:
+            self._set(FAST_ACCUM, ctypes.c_int8(fast))
+            self._set(A_SCALE_MODE, ctypes.c_int32(_MODES[b.mode]))
+            self._set(B_SCALE_MODE, ctypes.c_int32(_MODES[a.mode]))
+            self.attributes += (A_SCALE_POINTER, B_SCALE_POINTER)
+        self.of_codes = bool(self.attributes)
+        # What PyTorch's own product depends on besides.
+        self.settings = () if self.of_codes else _settings()
         if bias:
             self._set(EPILOGUE, ctypes.c_int32(EPILOGUE_BIAS))
             self._set(BIAS_DATA_TYPE, ctypes.c_int32(_TYPES[dtype]))
             self.attributes.append(BIAS_POINTER)
         self.point([SOMEWHERE] * len(self.attributes))
         self._layouts = [
-            self._make_layout(_TYPES[b.dtype], b.k, b.lines, b.stride),
-            self._make_layout(_TYPES[a.dtype], a.k, a.lines, a.stride),
+            *(self._make_layout(_TYPES[o.dtype], o.rows, o.columns, o.stride) for o in (b, a)),
             *(self._make_layout(_TYPES[dtype], b.lines, a.lines, b.lines) for _ in range(2)),
         ]
         self.is_pytorchs = (
@@ -107,14 +140,15 @@ class Product:
         return int(self.proposals[self.chosen].workspace)
 
     def words(self, a: Any, b: Any, d: Any, scratch: Any, given: list[Any]) -> list[Any]:
-        """Those of `batch.PRODUCT`, of references; `given`: to scales of b and of a, and a bias."""
+        """Those of `batch.PRODUCT`, of references; `given`: to what `attributes` point at, scales
+        of b and of a, and a bias."""
         pairs = [x for pair in zip(self.attributes, given, strict=True) for x in pair]
         algorithm = ctypes.addressof(self.proposals[self.chosen].algorithm)
         operands = [algorithm, self.scratch, b, a, d, scratch if self.scratch else (0,)]
         return [*self._objects(), *operands, len(given), *pairs]
 
     def point(self, addresses: list[int]) -> None:
-        """Where scales of b and of a, and a bias, are."""
+        """Where scales of b and of a, and a bias, are, as far as there are any."""
         for attribute, address in zip(self.attributes, addresses, strict=True):
             self._set(attribute, ctypes.c_void_p(address))
 
@@ -132,17 +166,20 @@ class Product:
         return bool(status == 0)
 
     def ordinary(self, a: Tensor, b: Tensor, ones: Tensor) -> Tensor | None:
-        """What PyTorch makes of codes that lie as these operands do, where scales and a bias are
+        """What PyTorch makes of numbers that lie as these operands do, where scales and a bias are
         read from `ones`; None for blocks, which have more than one scale."""
         if self.a.mode or self.b.mode:
             return None
-        x, w = (
-            codes.view(o.dtype).as_strided((o.lines, o.k), (o.stride, 1))
-            for codes, o in ((a, self.a), (b, self.b))
-        )
+        x, w = self.a.view(a), self.b.view(b).t()
         bias = ones.view(self.dtype)[: self.b.lines] if self.bias else None
-        one = ones[0]
-        return torch._scaled_mm(x, w.t(), one, one, bias, None, self.dtype, self.fast)
+        if self.of_codes:
+            one = ones[0]
+            return torch._scaled_mm(x, w, one, one, bias, None, self.dtype, self.fast)
+        if bias is not None:
+            return torch.addmm(bias, x, w)
+        if self.dtype is x.dtype:
+            return torch.mm(x, w)
+        return torch.mm(x, w, out_dtype=self.dtype)
 
     def _objects(self) -> list[Any]:
         return [o.value for o in (_handle(), self._descriptor, *self._layouts)]
@@ -162,19 +199,20 @@ class Product:
         _check(set_(self._descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
     def _proposals(self) -> list[_Result]:
-        """Those that do with little memory. The first is PyTorch's, if it does not depend on how
-        much there is."""
+        """For codes, those that do with little memory; the first is PyTorch's, if it does not
+        depend on how much there is. For values also those that take as much as cuBLAS is given:
+        its own may split the contraction, and no other has the bits of that."""
         few, many = (self._proposed(size) for size in WORKSPACES)
         if not few or not many:
             return []
-        self.is_pytorchs = bytes(few[0].algorithm) == bytes(many[0].algorithm)
-        known = {bytes(found.algorithm) for found in few}
-        for of in few[:FIRST]:
-            for found in self._derived(of):
-                if bytes(found.algorithm) not in known:
-                    known.add(bytes(found.algorithm))
-                    few.append(found)
-        return few
+        more: Iterable[_Result] = many
+        if self.of_codes:
+            self.is_pytorchs = bytes(few[0].algorithm) == bytes(many[0].algorithm)
+            more = chain.from_iterable(map(self._derived, few[:FIRST]))
+        known: dict[bytes, _Result] = {}
+        for found in chain(few, more):
+            known.setdefault(bytes(found.algorithm), found)
+        return list(known.values())
 
     def _derived(self, of: _Result) -> Iterator[_Result]:
         """`of` with other tiles and clusters, as far as cuBLASLt accepts them."""
@@ -227,10 +265,7 @@ def _destroy(made: list[tuple[str, ctypes.c_void_p]]) -> None:
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: bool) -> Product | None:
     """On the current device; None: it is PyTorch's."""
-    shapes = (a.lines, b.lines, a.k)
-    if min(shapes) < 2 or a.k != b.k or any(o.mode not in _MODES for o in (a, b)):
-        return None
-    if any(t not in _TYPES for t in (a.dtype, b.dtype, dtype)) or _tuned():
+    if min(a.lines, b.lines, a.k) < 2 or a.k != b.k or not _known(a, b, dtype) or _tuned():
         return None
     try:
         made = Product(a, b, dtype, fast, bias)
@@ -239,28 +274,45 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: bool) 
     return made if made.proposals else None
 
 
+def _known(a: Operand, b: Operand, dtype: torch.dtype) -> bool:
+    """Whether these are codes under scales, K contiguous, or values of one dtype of two bytes."""
+    if a.mode is None and b.mode is None:
+        return a.dtype is b.dtype and a.dtype in HALF and dtype in (a.dtype, torch.float32)
+    if any(o.mode not in _MODES or o.turned for o in (a, b)):
+        return False
+    return all(t in _TYPES for t in (a.dtype, b.dtype, dtype))
+
+
 # --------------------------------------------------------------------------- what PyTorch is asked
-def of_call(step: Call, forms: dict[str, Form], scratch: str) -> tuple[list[Any], Product] | None:
+def of_call(
+    step: Call, forms: dict[str, Form], scratch: str, unaligned: Collection[str] = ()
+) -> tuple[list[Any], Product] | None:
     """(words of `batch.PRODUCT` for a recorded call, what they point into), or None.
 
-    `scratch` is the name of memory that the product may need.
+    `scratch` is the name of memory that the product may need, `unaligned` are names of regions.
     """
     order = _ORDERS.get(step.function)
     if order is None or step.kwargs or len(step.makes) != 1:
         return None
     given = dict(zip(order, step.args, strict=False))
     x, w, bias = given["a"], given["b"], _plain(given.get("bias"))
-    scales = [_only(given["scale_a"]), _only(given["scale_b"])]
-    modes = [_plain(_only(given.get(name, Constant(0)))) for name in ("mode_a", "mode_b")]
+    scales = [_only(given[name]) for name in ("scale_a", "scale_b") if name in given]
+    default = Constant(0 if scales else None)
+    modes = [_plain(_only(given.get(name, default))) for name in ("mode_a", "mode_b")]
     if any(_plain(_only(given.get(name))) is not None for name in _NEVER):
         return None
     if not all(isinstance(s, Piece) for s in scales):
         return None
-    a, b = _operand(x, False, modes[0], scales[0]), _operand(w, True, modes[1], scales[1])
+    if any(m == 0 and numel(s.form) != 1 for m, s in zip(modes, scales, strict=False)):
+        return None  # one for each line
+    # What cuBLAS takes depends on it, and a trial's operands are aligned.
+    if not scales and not all(p is None or _aligned(p, unaligned) for p in (x, w, bias)):
+        return None
+    a, b = _operand(x, False, modes[0]), _operand(w, True, modes[1])
     shape, strides, dtype, _ = forms[step.makes[0]]
     if a is None or b is None or (shape, strides) != ((a.lines, b.lines), (b.lines, 1)):
         return None
-    if bias is not None and bias.form[2] is not dtype:
+    if bias is not None and bias.form[:3] != ((b.lines,), (1,), dtype):
         return None
     fast = bool(_plain(given.get("fast")))
     made = product(a, b, dtype, fast, bias is not None)
@@ -270,7 +322,7 @@ def of_call(step: Call, forms: dict[str, Form], scratch: str) -> tuple[list[Any]
     if chosen is None:
         return None
     made.chosen = chosen
-    reads = [scales[1], scales[0], *([] if bias is None else [bias])]
+    reads = [*reversed(scales), *([] if bias is None else [bias])]
     y = (step.makes[0], 0)
     return made.words(_at(x), _at(w), y, (scratch, 0), [_at(r) for r in reads]), made
 
@@ -284,6 +336,8 @@ _ORDERS: dict[Any, tuple[str, ...]] = {
         "a", "b", "scale_a", "mode_a", "swizzle_a", "scale_b", "mode_b", "swizzle_b", "bias",
         "dtype", "dims", "fast",
     ),
+    aten.mm.default: ("a", "b"), aten.mm.dtype: ("a", "b", "dtype"),
+    aten.addmm.default: ("bias", "a", "b"),
 }  # fmt: skip
 _NEVER = ("scale_result", "swizzle_a", "swizzle_b", "dims")
 
@@ -301,14 +355,21 @@ def _only(value: Any) -> Any:
     return None if not value else value[0] if len(value) == 1 else value
 
 
-def _operand(piece: Any, turned: bool, mode: Any, scale: Piece) -> Operand | None:
-    """An operand as it lies in memory, if its contraction is contiguous; `turned`: `[K, lines]`."""
+def _operand(piece: Piece, second: bool, mode: Any) -> Operand | None:
+    """An operand as it lies in memory, no element twice; the second is given as `[K, lines]`."""
     (shape, strides, dtype, _) = piece.form
     if len(shape) != 2:
         return None
-    (lines, k), (stride, step) = (shape[::-1], strides[::-1]) if turned else (shape, strides)
-    whole = mode != 0 or numel(scale.form) == 1  # else one for each line
-    return Operand(lines, k, stride, dtype, mode) if step == 1 and whole else None
+    (lines, k), (stride, step) = (shape[::-1], strides[::-1]) if second else (shape, strides)
+    if step == 1 and stride >= k:
+        return Operand(lines, k, stride, dtype, mode)
+    if stride == 1 and step >= lines:
+        return Operand(lines, k, step, dtype, mode, turned=True)
+    return None
+
+
+def _aligned(piece: Piece, unaligned: Collection[str]) -> bool:
+    return piece.region not in unaligned and _at(piece)[1] % ALIGNED == 0
 
 
 def _at(piece: Piece) -> tuple[str, int]:
@@ -321,6 +382,19 @@ def _tuned() -> bool:
         return True
     carveout: Any = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)
     return carveout() is not None
+
+
+def _settings() -> Hashable:
+    """What decides on PyTorch's products of values: by whom, and how sums may be rounded on their
+    way. As for codes, a program keeps what was set when it was written."""
+    matmul: Any = torch.backends.cuda.matmul
+    flags = [
+        getattr(matmul, f"allow_{dtype}_{what}", None)
+        for dtype in ("bf16", "fp16")
+        for what in ("reduced_precision_reduction", "reduced_precision_reduction_split_k")
+    ]
+    blas: Any = torch.backends.cuda.preferred_blas_library
+    return (*flags, matmul.allow_fp16_accumulation, blas())
 
 
 @cache

@@ -49,7 +49,8 @@ def replays() -> bool:
 
 @cache
 def tunes() -> bool:
-    """MINIFLOAT_TUNE=0 takes the first algorithm that cuBLASLt proposes, as PyTorch does."""
+    """MINIFLOAT_TUNE=0 takes the algorithms that PyTorch does: of codes cuBLASLt's first, and what
+    is no product of codes is PyTorch's."""
     return os.environ.get("MINIFLOAT_TUNE", "1") not in ("", "0")
 
 

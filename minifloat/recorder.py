@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .pairs import paired
 from .steps import (
+    ALIGNED,
     Address,
     Allocate,
     Call,
@@ -73,6 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.forms: dict[str, Form] = {}  # of all that ever were
         self.inputs = len(inputs)
         self.shared: set[Shared] = set()
+        self.unaligned: set[str] = set()
         self.device = next((t.device for t in inputs if t is not None), None)
         seen: dict[int, int] = {}
         for i, t in enumerate(inputs):
@@ -161,6 +163,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, region: Region) -> None:
         self.regions.append(region)
         self.forms[region.name] = region.form
+        if region.start % ALIGNED:
+            self.unaligned.add(region.name)
 
     def _tree(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -231,7 +235,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("two results are one, or one is an argument")
         if not self.replayable:
             return None
-        record = paired(Record(self.steps, self.forms, self.inputs, self.shared), device)
+        unaligned = frozenset(self.unaligned)
+        record = Record(self.steps, self.forms, self.inputs, self.shared, unaligned)
+        record = paired(record, device)
         return Writer(record, results, len(results[:fresh]), device, consume).program()
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
+    "ALIGNED",
     "Address",
     "Allocate",
     "Call",
@@ -24,6 +25,7 @@ __all__ = [
     "numel",
 ]
 
+ALIGNED = 16  # bytes: of addresses, what keys of programs tell
 Shared = tuple[int, int, int]  # two arguments, and how many bytes the second starts after the first
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, offset
 
@@ -73,12 +75,14 @@ class Call(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What was watched: steps, all regions by name, how many arguments, and who shares memory."""
+    """What was watched: steps, all regions by name, how many arguments, who shares memory, and what
+    starts at no multiple of ALIGNED bytes."""
 
     steps: list[Allocate | Launch | Call]
     forms: dict[str, Form]
     inputs: int
     shared: set[Shared]
+    unaligned: frozenset[str] = frozenset()
 
 
 def dense(form: Form) -> bool:

@@ -239,7 +239,7 @@ class Writer:
             args = [(a.region, a.offset) if isinstance(a, Address) else a.value for a in step.args]
             words = batch.launch_words(step.kernel, step.programs, args)
             return None if words is None else (batch.LAUNCH, words, step.kernel)
-        found = cublaslt.of_call(step, self.record.forms, _scratch(i))
+        found = cublaslt.of_call(step, self.record.forms, _scratch(i), self.record.unaligned)
         if found is None:
             return None
         if found[1].scratch > 0:

@@ -548,7 +548,8 @@ class Trial:
         self.proposals = [SimpleNamespace(workspace=0) for _ in made]
         self.attributes = [17, 18]
         self.made = made
-        self.is_pytorchs = True
+        self.is_pytorchs = self.of_codes = True
+        self.settings = ()
 
     def ordinary(self, a: torch.Tensor, b: torch.Tensor, ones: torch.Tensor) -> Any:
         return torch.ones(4, 6, dtype=torch.bfloat16)

@@ -150,19 +150,43 @@ def test_a_step_is_batches_with_the_bits_of_pytorchs_products(
 ) -> None:
     """Launches and products of FP8 need no Python; whichever algorithm is taken, bits are the
     first one's."""
+    written = replayed_as_ordinary(shape, name, bias, monkeypatch)
+    assert written
+    for program in written:
+        assert "stream, p" in program.source
+        called = list(map(id, program.run.__globals__.values()))
+        assert id(torch._scaled_mm) not in called and id(torch._scaled_mm_v2) not in called
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["none", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("shape", [(64, 160, 96), (2048, 768, 3072), (4096, 4096, 4096)], ids=str)
+def test_products_of_values_have_the_bits_of_pytorchs(
+    shape: tuple[int, int, int], name: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batches or, where no algorithm has them, by PyTorch."""
+    written = replayed_as_ordinary(shape, name, bias, monkeypatch)
+    assert written or name not in EVERY
+
+
+def replayed_as_ordinary(
+    shape: tuple[int, int, int], name: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[Program]:
+    """The programs of a layer's steps, which make what ordinary steps make."""
     torch.manual_seed(0)
     tokens, k, n = shape
     layer = minifloat.Linear(k, n, bias=bias, params_dtype=BF16)
-    recipe = RECIPES[name]()
+    recipe = None if name == "none" else RECIPES[name]()
     x = torch.randn(tokens, k, device="cuda", dtype=BF16, requires_grad=True)
     grad = torch.randn(tokens, n, device="cuda", dtype=BF16)
 
     def made() -> list[list[Tensor | None]]:
         own, found = copy.deepcopy(layer), []
-        for _ in range(4):
+        for i in range(4):
+            torch.manual_seed(i)  # of roundings that are drawn
             own.zero_grad(set_to_none=True)
             x.grad = None
-            with minifloat.autocast(recipe=recipe):
+            with minifloat.autocast(enabled=recipe is not None, recipe=recipe):
                 y = own(x)
             y.backward(grad)
             found.append([y.detach(), x.grad, *[p.grad for p in own.parameters()]])
@@ -170,15 +194,15 @@ def test_a_step_is_batches_with_the_bits_of_pytorchs_products(
 
     monkeypatch.setattr(replays, "_KINDS", {})
     found = made()
-    (recorded,) = replays._KINDS.values()
-    assert isinstance(recorded, replays.Recorded)
-    for program in (recorded.program, *recorded.backward.values()):
-        assert isinstance(program, Program) and "stream, p" in program.source
-        called = list(map(id, program.run.__globals__.values()))
-        assert id(torch._scaled_mm) not in called and id(torch._scaled_mm_v2) not in called
+    kinds = list(replays._KINDS.values())
+    assert len(kinds) == 1
+    recorded = [r for r in kinds if isinstance(r, replays.Recorded)]
+    written = [p for r in recorded for p in (r.program, *r.backward.values())]
+    assert name not in EVERY or all(isinstance(p, Program) for p in written)
     monkeypatch.setattr(replays, "_kind", lambda *given: None)
     for a, b in zip(found, made(), strict=True):
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))  # type: ignore[arg-type]
+    return [p for p in written if isinstance(p, Program)]
 
 
 def test_nothing_is_recorded_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
