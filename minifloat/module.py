@@ -230,8 +230,7 @@ class Module(nn.Module):
             w = None if w is None else (scalars.snapshot(w[0]), w[1])
             if STATE.checkpointed:
                 x = None if x is None else (scalars.snapshot(x[0]), x[1])
-        limits = (plan.g_row.limit, plan.dx_row.limit)
-        slots = state.backward_slots(limits) if torch.is_grad_enabled() else None
+        slots = state.backward_slots(plan.backward_limits) if torch.is_grad_enabled() else None
         return Begun(plan, (x, w, g), slots, group, calibration, entry, replays)
 
     def _fit(self, state: DelayedState, length: int) -> None:
@@ -252,9 +251,8 @@ class Module(nn.Module):
         """Close a forward that no autocast closes, or inside a compiled checkpoint, where no note
         may leave the graph."""
         if repeated() and begun.plan.update is not None and torch.is_grad_enabled():
-            plan = begun.plan
-            limits = (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit)
-            update(self.delayed.forward_slots(limits), begun.plan.update, begun.group)
+            slots = self.delayed.forward_slots(begun.plan.forward_limits)
+            update(slots, begun.plan.update, begun.group)
         elif STATE.depth == 0 and begun.plan.update is not None:
             settle()
 

@@ -57,10 +57,10 @@ CONFIGS = {
     "row": Config(64, 256, 4),
     "col": Config(128, 64, 4),
     "both": Config(64, 128, 4),
-    "words_amax": Config(1, 4096, 4),
+    "words_amax": Config(1, 2048, 8),
     "words_row": Config(64, 128, 4),
-    "words_col": Config(128, 128, 4),
-    "words_both": Config(128, 128, 4),
+    "words_col": Config(128, 128, 8),
+    "words_both": Config(128, 128, 8),
 }
 # Below LARGE elements the device is not full: smaller tiles end sooner. H200, us, bf16 row+col:
 # 2048x768 3.5 for 3.8, 3072x768 4.2 for 4.8, 4096x4096 19.9 for 20.3. In CUDA graphs, sources not

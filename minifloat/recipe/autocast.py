@@ -32,7 +32,8 @@ __all__ = [
     "settle",
 ]
 
-Ran = tuple[DelayedState, tuple[float, ...], tuple[Any, ...], Any, Any]
+# The third is a DelayedUpdate, or a tuple that a graph made for one.
+Ran = tuple[DelayedState, tuple[float, ...], Any, Any, Any]
 
 
 class _State:
@@ -71,13 +72,13 @@ def repeated() -> bool:
 
 def note(state: DelayedState, plan: Plan, recipe: Any, roles: tuple[Roles, Roles]) -> None:
     """A module that scales by history ran `plan`, which `recipe` makes of `roles`."""
-    rule = plan.update
-    assert rule is not None
-    found: tuple[Any, ...] = (recipe, *roles)
-    if rule.scale_algo is None and isinstance(rule.amax_algo, str):
-        found = (rule.margin, rule.history_len, rule.amax_algo, None, rule.reduce_amax, None)
-    limits = (plan.x_row.limit, plan.w_row.limit, plan.y_row.limit)
-    STATE.ran = (state, limits, found, STATE.group, STATE.ran)
+    rule: Any = plan.update
+    found = rule
+    if torch.compiler.is_compiling():
+        found = (recipe, *roles)
+        if rule.scale_algo is None and isinstance(rule.amax_algo, str):
+            found = (rule.margin, rule.history_len, rule.amax_algo, None, rule.reduce_amax, None)
+    STATE.ran = (state, plan.forward_limits, found, STATE.group, STATE.ran)
 
 
 def group_name(group: Any) -> str | None:
@@ -168,21 +169,28 @@ def _in_backward() -> bool:
 
 def _update(ran: Ran | None) -> None:
     done: list[DelayedState] = []
+    while torch.compiler.is_compiling() and ran is not None:
+        state, limits, rule, group, ran = ran
+        if not any(state is other for other in done):
+            done.append(state)
+            update(state.forward_slots(limits), _rule(rule), group)
+    seen: set[int] = set()
     steps = []
     while ran is not None:
         state, limits, rule, group, ran = ran
-        if any(state is other for other in done):
-            continue
-        done.append(state)
-        found = DelayedUpdate(*rule) if len(rule) == 6 else rule[0].plan(*rule[1:]).update
-        assert found is not None
-        slots = state.forward_slots(limits)
-        if torch.compiler.is_compiling():
-            update(slots, found, group)
-        else:
-            steps.append((slots, found, group))
+        if id(state) not in seen:
+            seen.add(id(state))
+            steps.append((state.forward_slots(limits), _rule(rule), group))
     if steps:
         update_all(steps)
+
+
+def _rule(found: Any) -> DelayedUpdate:
+    """What `note` left of a plan's `update`."""
+    if isinstance(found, tuple):
+        found = DelayedUpdate(*found) if len(found) == 6 else found[0].plan(*found[1:]).update
+    assert isinstance(found, DelayedUpdate)
+    return found
 
 
 # ----------------------------------------------------------------------------- parameters at birth

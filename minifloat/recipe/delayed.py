@@ -26,6 +26,7 @@ SLOTS = (*FORWARD, *BACKWARD)
 Names = tuple[tuple[str, ...], tuple[str, ...]]
 _FORWARD: Names = (tuple(f"scale_{s}" for s in FORWARD), tuple(f"amax_{s}" for s in FORWARD))
 _BACKWARD: Names = (tuple(f"scale_{s}" for s in BACKWARD), tuple(f"amax_{s}" for s in BACKWARD))
+_LIVE = {s: (f"scale_{s}", f"amax_{s}") for s in SLOTS}
 HISTORY = 1024  # rows, until a recipe asks for another number
 
 
@@ -75,7 +76,8 @@ class DelayedState(nn.Module):
     def live(self, slot: str) -> tuple[Tensor, Tensor]:
         """(scale, amax) of a slot."""
         held: Any = self._buffers
-        return held[f"scale_{slot}"], held[f"amax_{slot}"]
+        scale, amax = _LIVE[slot]
+        return held[scale], held[amax]
 
     def fit(self, length: int) -> None:
         """Histories of `length` rows: shorter keeps the first ones, longer ends in zeros."""
@@ -187,7 +189,7 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
     A slot whose amax is zero recorded nothing: it keeps its history and its scale.
     """
     slots = _within(slots, rule)
-    shared = _shared(rule, group)
+    shared = _shared(rule, group, _world())
     step = _plain(slots, rule)
     if shared is None and step is not None and scalars.advance([step]):
         return
@@ -202,7 +204,8 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
 def update_all(steps: list[tuple[Slots, DelayedUpdate, str | None]]) -> None:
     """`update` of many, outside of graphs: one collective for each group, and one program for all
     that have a kernel."""
-    steps = [(_within(slots, rule), rule, _shared(rule, group)) for slots, rule, group in steps]
+    world = _world()
+    steps = [(_within(slots, rule), rule, _shared(rule, g, world)) for slots, rule, g in steps]
     groups = {shared: None for *_, shared in steps if shared is not None}  # ranks need one order
     if groups:
         _reduce(steps, groups)
@@ -235,11 +238,11 @@ def _within(slots: Slots, rule: DelayedUpdate) -> Slots:
     return slots._replace(history=slots.history[: rule.history_len])
 
 
-def _shared(rule: DelayedUpdate, group: str | None) -> str | None:
+def _shared(rule: DelayedUpdate, group: str | None, world: str | None) -> str | None:
     """The group over which amaxes are reduced; None: over nobody."""
     if not rule.reduce_amax:
         return None
-    return _world() if group is None else group
+    return world if group is None else group
 
 
 def _plain(slots: Slots, rule: DelayedUpdate) -> scalars.Step | None:
@@ -247,7 +250,9 @@ def _plain(slots: Slots, rule: DelayedUpdate) -> scalars.Step | None:
     algorithm = rule.amax_algo
     if rule.scale_algo is not None or not isinstance(algorithm, str):
         return None
-    limits = tuple([limit * 2.0**-rule.margin for limit in slots.limits])
+    limits = slots.limits
+    if rule.margin != 0:
+        limits = tuple([limit * 2.0**-rule.margin for limit in limits])
     return scalars.Step(
         slots.history, slots.scales, slots.amaxes, limits, algorithm == "most_recent"
     )

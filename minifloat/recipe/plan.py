@@ -91,6 +91,8 @@ class Plan(Record):
     quantizes: bool  # whether it quantizes anything
     stochastic: bool
     input_amax: bool  # whether the input's scale comes from its amax
+    forward_limits: tuple[float, float, float]  # largest codes of (input, weight, output)
+    backward_limits: tuple[float, float]  # and of (grad_output, grad_input)
 
     def _derived(self) -> dict[str, Any]:
         casts = (self.x_row, self.x_col, self.w_row, self.w_col, self.g_row, self.g_col)
@@ -99,6 +101,8 @@ class Plan(Record):
             "quantizes": any(cast.format.element is not None for cast in casts),
             "stochastic": any(cast.stochastic for cast in casts),
             "input_amax": not (self.x_row.tiled or self.delayed[0] or self.x_row.layout[0] is None),
+            "forward_limits": (self.x_row.limit, self.w_row.limit, self.y_row.limit),
+            "backward_limits": (self.g_row.limit, self.dx_row.limit),
         }
 
 
@@ -111,6 +115,8 @@ register(
         "quantizes",
         "stochastic",
         "input_amax",
+        "forward_limits",
+        "backward_limits",
         "_key",
         "__eq__",
         "replace",
