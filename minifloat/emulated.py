@@ -65,11 +65,10 @@ def values(o: Operand, dtype: torch.dtype) -> Tensor:
         data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.codes, o.scale)  # type: ignore[union-attr]
         return reference.unscaled(data, scale, o.cast, o.columns, col=o.viewed).to(dtype)
     cast = o.cast.replace(hadamard=-1)  # values stay in the transformed domain
-    amax = None if o.amax is None else _unit(o)
     data, scale = (o.data.t(), o.scale.t()) if o.viewed else (o.data, o.scale)  # type: ignore[union-attr]
     r = o.height
     shape = (o.columns, r) if o.viewed else (r, o.columns)
-    made = dispatch.dequantize(data, scale, amax, cast, shape, dtype, col=o.viewed)
+    made = dispatch.dequantize(data, scale, None, cast, shape, dtype, col=o.viewed)
     return made.t() if o.viewed else made
 
 
@@ -78,12 +77,6 @@ def _codes(o: Operand) -> Tensor:
     element = o.cast.format.element
     assert element is not None and element.torch_dtype is not None
     return o.codes.view(element.torch_dtype)
-
-
-def _unit(o: Operand) -> Tensor:
-    """The amax whose global scale is one: dequantizing with it applies block scales alone."""
-    assert o.amax is not None and o.cast.format.element is not None
-    return torch.full_like(o.amax, o.cast.format.element.max * o.cast.scale_max)
 
 
 def _by_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

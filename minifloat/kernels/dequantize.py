@@ -62,6 +62,7 @@ def dequantize_kernel(
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     FACTOR: tl.constexpr,
+    GLOBAL: tl.constexpr,
     ROW_SCALED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     TR: tl.constexpr,
@@ -74,7 +75,8 @@ def dequantize_kernel(
 
     The data has B bytes a row, rows start `pitch` apart; element (r, c) has its scale at
     `r/TR * stride_r + c/TC * stride_c`. KIND: "tensor" (`scale[0]`), "f32", "e8m0", or "e4m3",
-    whose scale is `(byte * amax) * FACTOR` with one amax for the tensor or (ROW_SCALED) each row.
+    whose scale is `(byte * amax) * FACTOR` with one amax for the tensor or (ROW_SCALED) each row;
+    the byte's value, if not GLOBAL.
     """
     i_t = tl.program_id(0)
     n_c = tl.cdiv(C, BC)
@@ -98,11 +100,13 @@ def dequantize_kernel(
         if KIND == "e8m0":
             b_s = e8m0_decode(b_s.to(tl.int32))
         elif KIND == "e4m3":
-            if ROW_SCALED:
-                b_a = tl.load(amax + o_sr, mask=o_sr < R, other=0.0)[:, None]  # [SR, 1]
-            else:
-                b_a = tl.load(amax)
-            b_s = (decode(b_s, SCALE_TYPE) * b_a) * FACTOR
+            b_s = decode(b_s, SCALE_TYPE)
+            if GLOBAL:
+                if ROW_SCALED:
+                    b_a = tl.load(amax + o_sr, mask=o_sr < R, other=0.0)[:, None]  # [SR, 1]
+                else:
+                    b_a = tl.load(amax)
+                b_s = (b_s * b_a) * FACTOR
         b_4 = tl.reshape(b_v, (SR, BR // SR, SC, BC // SC))
         b_v = tl.reshape(b_4 * b_s[:, None, :, None], (BR, BC))
     b_o = b_v.to(out.dtype.element_ty)
@@ -158,6 +162,7 @@ def _dequantize(
         "TYPE": FP8.get(fmt.element),
         "SCALE_TYPE": FP8[E4M3],
         "FACTOR": fp32(1.0 / (E2M1.max * cast.scale_max)),
+        "GLOBAL": amax is not None,
         "ROW_SCALED": cast.row_scaled,
         "TRANSPOSED": transposed,
         "TR": tr,
@@ -201,3 +206,6 @@ def variants() -> Iterator[Variant]:
                 name = f"{fmt.name}_{'col' if col else 'row'}_{sample.tag}"
                 launch = _dequantize(byte, scale, number, Cast(fmt.name), sample.x, col)
                 yield Variant.of(name, launch)
+                if fmt.two_level:
+                    launch = _dequantize(byte, scale, None, Cast(fmt.name), sample.x, col)
+                    yield Variant.of(f"unscaled_{name}", launch)

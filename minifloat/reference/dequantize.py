@@ -24,7 +24,8 @@ def dequantize(
 ) -> Tensor:
     """Stored operand -> `[M, K]` of `dtype`: `element * scale` in fp32, then one cast.
 
-    A Hadamard-transformed copy stays in the transformed domain and cannot be returned.
+    Two-level formats without an amax: under their block scales alone. A Hadamard-transformed copy
+    stays in the transformed domain and cannot be returned.
     """
     fmt = cast.format
     if cast.transforms:
@@ -34,8 +35,8 @@ def dequantize(
     if fmt.scale is Scale.NONE:
         return (data.t() if col else data).to(dtype, copy=True)
     c = shape[0] if col else shape[1]
-    if fmt.two_level:
-        assert scale is not None and amax is not None and fmt.element is not None
+    if fmt.two_level and amax is not None:
+        assert scale is not None and fmt.element is not None
         values = decode(unpack(data, c), fmt.element)
         a = amax[:, None] if cast.row_scaled else amax
         sf = _expand(scale, cast, values.shape)

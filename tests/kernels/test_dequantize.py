@@ -20,11 +20,17 @@ NAMES = [f.name for f in FORMATS.values() if f.element is not None]
 SHAPES = [(17, 1), (100, 127), (128, 4096)]
 
 
-def check(
-    shape: tuple[int, int], dtype: torch.dtype, cast: Cast, col: bool, plain: bool = False
+def check(  # noqa: PLR0913  (what a test varies)
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    cast: Cast,
+    col: bool,
+    plain: bool = False,
+    scaled: bool = True,
 ) -> None:
     for x in inputs(shape, torch.float32, plain):
         data, scale, amax = reference.quantize(x, cast, col=col)
+        amax = amax if scaled else None
         expected = reference.dequantize(data, scale, amax, cast, shape, dtype, col=col)
         out = buffer(expected)
         stored = [None if t is None else on_device(t.contiguous()) for t in (data, scale, amax)]
@@ -97,6 +103,14 @@ def test_nvfp4_options(scale_max: int, col: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("col", [False, True])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_16x16"])
+def test_block_scales_alone(name: str, col: bool) -> None:
+    check((100, 127), torch.float32, Cast(name), col, scaled=False)
+    check((128, 256), torch.bfloat16, Cast(name, row_scaled=not col), col, scaled=False)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_every_code(name: str) -> None:
     check_every_code(Cast(name))
@@ -119,6 +133,7 @@ if __name__ == "__main__":
             check((1, 17), torch.float32, Cast(name), col, plain=True)
     for col in (False, True):
         check((130, 70), torch.float32, Cast("nvfp4", row_scaled=True), col, plain=True)
+        check((130, 70), torch.float32, Cast("nvfp4"), col, plain=True, scaled=False)
     check((64, 256), torch.bfloat16, Cast("mxfp8_e4m3"), True, plain=True)
     for name in ("fp8_e4m3", "fp8_e4m3_1x128", "fp8_e4m3_128x128"):
         check((66, 71), torch.float32, Cast(name, room=(16, 0)), True, plain=True)

@@ -176,3 +176,13 @@ def test_compiled_equals_eager(cast: Cast, col: bool) -> None:
     for shape in ((37, 75), (69, 107)):
         args = (*quantize(matrix(shape), cast, col=col), cast, shape, torch.bfloat16)
         assert torch.equal(compiled(*args, col=col), dequantize(*args, col=col))
+
+
+@pytest.mark.parametrize("col", [False, True])
+def test_two_levels_without_an_amax_are_block_scales_alone(col: bool) -> None:
+    cast, shape = Cast("nvfp4"), (35, 50)
+    data, scale, amax = quantize(matrix(shape), cast, col=col)
+    alone = dequantize(data, scale, None, cast, shape, torch.float32, col=col)
+    whole = dequantize(data, scale, amax, cast, shape, torch.float32, col=col)
+    factor = amax.double() / (cast.format.element.max * cast.scale_max)
+    torch.testing.assert_close(whole.double(), alone.double() * factor, rtol=2**-22, atol=0)
