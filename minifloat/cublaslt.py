@@ -44,12 +44,17 @@ _TYPES = {
 _MODES = {0: 0, 4: 4, 5: 5}
 WORKSPACES = (1 << 20, 32 << 20)  # what may be offered: PyTorch's depends on its settings
 MOST = 8  # algorithms that are asked for
-ALGO_TILE, ALGO_CLUSTER = 1, 8
+ALGO_TILE, ALGO_CLUSTER, CAP_TILES = 1, 8, 6
 # Algorithms that are tried besides: the FIRST of those proposed with their own tile and with 128 x
 # 128, by clusters of 1x1, 2x1 and 1x2. H200: of 450 to 1000 that cuBLASLt accepts for a product,
 # what beat all that it proposed was among these: 1.54 ms for 1.58 (dx of 16384, 14336 -> 4096, two
 # accumulators), 1.95 for 2.08 (dw of 16384, 4096 -> 14336, 1x128 blocks), bits the same.
 FIRST, TILE_128X128, CLUSTERS = 4, 20, (2, 3, 5)
+# Of a SHORT product (of as many operations) all tiles that an algorithm lists are tried: which one
+# fills the device depends on the sizes. H200: 12.5 us for 17.3 (dw of 2048, 768 -> 3072, 1x128
+# blocks), in a CUDA graph, of 270 that made the same bits. To check one that is on no list ends the
+# process with a division by zero, so this is for the versions whose lists were tried (13.1).
+SHORT, LISTED = 10**11, (1301,)
 SOMEWHERE = 1 << 20  # an address for pointers that are not known yet; nobody reads it
 
 
@@ -218,7 +223,7 @@ class Product:
         """`of` with other tiles and clusters, as far as cuBLASLt accepts them."""
         lib = _library()
         configure = lib.cublasLtMatmulAlgoConfigSetAttribute
-        for tile in (None, ctypes.c_uint32(TILE_128X128)):
+        for tile in (None, *map(ctypes.c_uint32, self._tiles(of))):
             for cluster in map(ctypes.c_uint16, CLUSTERS):
                 made, checked = _Result(), _Result()
                 made.algorithm[:] = of.algorithm[:]
@@ -236,6 +241,19 @@ class Product:
                 made.workspace = checked.workspace
                 if made.workspace <= WORKSPACES[0]:
                     yield made
+
+    def _tiles(self, of: _Result) -> list[int]:
+        """Tiles to try besides that of an algorithm."""
+        lib, operations = _library(), 2 * self.a.lines * self.b.lines * self.a.k
+        if operations > SHORT or lib.cublasLtGetVersion() // 100 not in LISTED:
+            return [TILE_128X128]
+        found, written = (ctypes.c_uint32 * 1024)(), ctypes.c_size_t()
+        status = lib.cublasLtMatmulAlgoCapGetAttribute(
+            ctypes.byref(of.algorithm), CAP_TILES, ctypes.byref(found), ctypes.sizeof(found),
+            ctypes.byref(written),
+        )  # fmt: skip
+        listed = found[: written.value // ctypes.sizeof(ctypes.c_uint32)] if status == 0 else []
+        return [TILE_128X128, *(tile for tile in listed if tile not in (0, TILE_128X128))]
 
     def _proposed(self, workspace: int) -> list[_Result]:
         lib, found, count = _library(), (_Result * MOST)(), ctypes.c_int()

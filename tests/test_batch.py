@@ -331,6 +331,7 @@ class Library:
         self.workspace, self.by_size = workspace, by_size
         self.offered = 0
         self.refused: set[tuple[int, int]] = set()  # tiles and clusters
+        self.version, self.tiles = 0, [0, 20, 300]
         self.needed = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -351,6 +352,12 @@ class Library:
             self.offered = args[2]._obj.value
         if kind == "MatmulAlgoConfigSetAttribute":
             args[0]._obj[{1: 1, 8: 2}[args[1]]] = args[2]._obj.value
+        if kind == "GetVersion":
+            return self.version
+        if kind == "MatmulAlgoCapGetAttribute":
+            assert args[1] == 6 and args[3] >= 4 * len(self.tiles)
+            args[2]._obj[: len(self.tiles)] = self.tiles
+            args[4]._obj.value = 4 * len(self.tiles)
         if kind == "MatmulAlgoCheck":
             if tuple(args[-2]._obj[1:3]) in self.refused:
                 return 15
@@ -483,6 +490,24 @@ def test_other_tiles_and_clusters_are_tried(library: Library) -> None:
     assert tried() == [(7, 0, 0), (8, 0, 0), *rest]
     library.needed = cublaslt.WORKSPACES[0] + 1
     assert tried() == [(7, 0, 0), (8, 0, 0)]
+
+
+def test_all_tiles_of_a_list_are_tried_for_a_short_product(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tiles() -> set[int]:
+        found = cublaslt.of_call(*call(), "s")
+        assert found is not None and found[1].is_pytorchs
+        return {p.algorithm[1] for p in found[1].proposals}
+
+    assert tiles() == {0, 20}  # nothing is known of the lists of this version
+    library.version = 130100
+    assert tiles() == {0, 20, 300}
+    operations = 2 * 8 * 32 * 64
+    monkeypatch.setattr(cublaslt, "SHORT", operations)
+    assert tiles() == {0, 20, 300}
+    monkeypatch.setattr(cublaslt, "SHORT", operations - 1)
+    assert tiles() == {0, 20}
 
 
 @pytest.mark.parametrize("bias", [False, True])
