@@ -52,8 +52,9 @@ ALGO_TILE, ALGO_CLUSTER, CAP_TILES = 1, 8, 6
 FIRST, TILE_128X128, CLUSTERS = 4, 20, (2, 3, 5)
 # Of a SHORT product (of as many operations) all tiles that an algorithm lists are tried: which one
 # fills the device depends on the sizes. H200: 12.5 us for 17.3 (dw of 2048, 768 -> 3072, 1x128
-# blocks), in a CUDA graph, of 270 that made the same bits. To check one that is on no list ends the
-# process with a division by zero, so this is for the versions whose lists were tried (13.1).
+# blocks), in a CUDA graph, of 270 that made the same bits. A number that stands for no tile ends
+# the process with a division by zero where it is checked, so this is for what was seen: products
+# of blocks, and the versions whose lists were tried (13.1).
 SHORT, LISTED = 10**11, (1301,)
 SOMEWHERE = 1 << 20  # an address for pointers that are not known yet; nobody reads it
 
@@ -245,7 +246,8 @@ class Product:
     def _tiles(self, of: _Result) -> list[int]:
         """Tiles to try besides that of an algorithm."""
         lib, operations = _library(), 2 * self.a.lines * self.b.lines * self.a.k
-        if operations > SHORT or lib.cublasLtGetVersion() // 100 not in LISTED:
+        tried = self.a.mode and self.b.mode and lib.cublasLtGetVersion() // 100 in LISTED
+        if operations > SHORT or not tried:
             return [TILE_128X128]
         found, written = (ctypes.c_uint32 * 1024)(), ctypes.c_size_t()
         status = lib.cublasLtMatmulAlgoCapGetAttribute(

@@ -492,22 +492,27 @@ def test_other_tiles_and_clusters_are_tried(library: Library) -> None:
     assert tried() == [(7, 0, 0), (8, 0, 0)]
 
 
-def test_all_tiles_of_a_list_are_tried_for_a_short_product(
+def test_all_tiles_of_a_list_are_tried_for_a_short_product_of_blocks(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tiles() -> set[int]:
-        found = cublaslt.of_call(*call(), "s")
-        assert found is not None and found[1].is_pytorchs
-        return {p.algorithm[1] for p in found[1].proposals}
+    e4m3 = torch.float8_e4m3fn
+    lines = cublaslt.Operand(8, 128, 128, e4m3, 4), cublaslt.Operand(32, 128, 128, e4m3, 4)
+    whole = [o._replace(mode=0) for o in lines]
 
-    assert tiles() == {0, 20}  # nothing is known of the lists of this version
+    def tiles(a: Any, b: Any) -> set[int]:
+        made = cublaslt.product(a, b, torch.bfloat16, False, False)
+        assert made is not None and made.is_pytorchs
+        return {p.algorithm[1] for p in made.proposals}
+
+    assert tiles(*lines) == {0, 20}  # nothing is known of the lists of this version
     library.version = 130100
-    assert tiles() == {0, 20, 300}
-    operations = 2 * 8 * 32 * 64
+    assert tiles(*lines) == {0, 20, 300}
+    assert tiles(*whole) == {0, 20}
+    operations = 2 * 8 * 32 * 128
     monkeypatch.setattr(cublaslt, "SHORT", operations)
-    assert tiles() == {0, 20, 300}
+    assert tiles(*lines) == {0, 20, 300}
     monkeypatch.setattr(cublaslt, "SHORT", operations - 1)
-    assert tiles() == {0, 20}
+    assert tiles(*lines) == {0, 20}
 
 
 @pytest.mark.parametrize("bias", [False, True])
