@@ -376,6 +376,19 @@ def test_what_minifloat_checkpoint_does_not_take() -> None:
             minifloat.checkpoint(lambda x: x, data(0), **{name: object()})
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_of_an_evaluation_ends_no_step(way: str) -> None:
+    module, recipe = minifloat.Linear(32, 32), RECIPES["delayed"]()
+
+    def inside(x: Tensor) -> Any:
+        with minifloat.autocast(recipe=recipe):
+            return module(x)
+
+    with torch.no_grad():
+        WAYS[way](inside, torch.randn(4, 32, requires_grad=True))
+    assert not module.delayed.history_forward.any()
+
+
 def test_keywords_of_the_function_in_a_reentrant_checkpoint() -> None:
     layer = minifloat.Linear(32, 48)
     grads = []
