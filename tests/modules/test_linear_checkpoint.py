@@ -576,6 +576,24 @@ def test_eager_code_in_a_graphs_checkpoint() -> None:
         assert torch.equal(a, b)
 
 
+def test_a_graphs_checkpoint_without_gradients_is_none() -> None:
+    def run(call: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, x = minifloat.Linear(32, 32), torch.randn(4, 32)
+        with minifloat.autocast(recipe=RECIPES["delayed"]()), torch.no_grad():
+            y = call(layer, x, is_first_microbatch=True)
+        return [y, layer.delayed.history_forward[:3], layer._cached.copies[0][0]]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return minifloat.checkpoint(*args, preserve_rng_state=False, **kwargs)
+
+    torch._dynamo.reset()
+    made, expected = run(torch.compile(again, backend="aot_eager", fullgraph=True)), run(plain)
+    assert expected[1].any()
+    for a, b in zip(made, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_checkpoint_that_fails_in_a_graph_leaves_nothing() -> None:
     @torch.compiler.disable
     def fails(x: Tensor) -> Tensor:
