@@ -44,6 +44,8 @@ def checkpoint(
         return _torch.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
     if use_reentrant or "context_fn" in kwargs:
         return _torch.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+    if not torch.is_grad_enabled():  # nothing is repeated
+        return function(*args, **{k: v for k, v in kwargs.items() if k not in _OWN})
     outer, STATE.checkpointed = STATE.checkpointed, True
     try:
         return _torch.checkpoint(

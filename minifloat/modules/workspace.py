@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.linear import Workspace as Copies
 from ..core.linear import weight_operands
@@ -30,20 +31,40 @@ class Cached(NamedTuple):
     scale: Tensor | None
 
 
+class _Steps:
+    """How many steps optimizers have taken, from the first question for `Versions` on."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.watched = False
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # a graph would hold for one number
+    def add(self, *_: Any) -> None:
+        self.taken += 1
+
+
+_STEPS = _Steps()
+
+
 class Versions:
     """The values that parameters have now: equal until one of them is written or replaced.
 
     An address that was freed comes back with other values; the storage that had it does not, as
-    long as a weak reference to it is held here.
+    long as a weak reference to it is held here. The step of an optimizer, of any, writes all that
+    trains: fused ones leave no version, nor do those that receive what other ranks have made.
     """
 
     def __init__(self, owners: Sequence[Tensor] = ()) -> None:
+        if not _STEPS.watched:
+            register_optimizer_step_post_hook(_STEPS.add)
+            _STEPS.watched = True
         self._held = [StorageWeakRef(w.untyped_storage()) for w in owners]  # type: ignore[no-untyped-call]
         self._seen = [(w.data_ptr(), w._version) for w in owners]
+        self._steps = _STEPS.taken if any(w.requires_grad for w in owners) else 0
 
     def __eq__(self, other: object) -> bool:
         same = isinstance(other, Versions) and self._seen == other._seen
-        return same and self._held == other._held  # type: ignore[attr-defined]
+        return same and self._held == other._held and self._steps == other._steps  # type: ignore[attr-defined]
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -91,11 +91,12 @@ def replayed(recipe: Any) -> Any:
 
 
 def in_first_run() -> bool:
-    """Whether a reentrant checkpoint, which has gradients off, runs what it will repeat."""
+    """Whether a reentrant checkpoint, which has gradients off, runs what it will repeat: not where
+    they were off around it, whatever its inputs would need."""
     for region, repeated in _regions():
         if repeated:
             return False
-        if not isinstance(region, checkpoint._CheckpointFrame) and any(region.needs_input_grad):
+        if not isinstance(region, checkpoint._CheckpointFrame) and region.next_functions:
             return True
     return False
 

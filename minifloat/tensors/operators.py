@@ -203,6 +203,12 @@ def record(quantizer: Any, other: Any) -> None:
 def _foreach_copy_(func: Any, dsts: Any, srcs: Any, non_blocking: bool = False) -> None:
     for dst, src in zip(dsts, srcs, strict=True):
         dst.copy_(src, non_blocking)
+    _count(dsts)
+
+
+def _count(written: Sequence[Any]) -> None:
+    """Versions of what a list operator wrote: PyTorch has its kernels count, who cannot in here."""
+    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -266,6 +272,9 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
                 f"{tuple(original.shape)} the shape {tuple(value.shape)}; "
                 "dequantize() it first. Nothing was written"
             )
+    for name in written & set(bound):
+        if isinstance(bound[name], (list, tuple)):
+            _count(bound[name])
     results: dict[int, Any] = {}
     for original, value in pairs:
         original._write_values(value)

@@ -376,6 +376,19 @@ def test_what_minifloat_checkpoint_does_not_take() -> None:
             minifloat.checkpoint(lambda x: x, data(0), **{name: object()})
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_of_an_evaluation_ends_no_step(way: str) -> None:
+    module, recipe = minifloat.Linear(32, 32), RECIPES["delayed"]()
+
+    def inside(x: Tensor) -> Any:
+        with minifloat.autocast(recipe=recipe):
+            return module(x)
+
+    with torch.no_grad():
+        WAYS[way](inside, torch.randn(4, 32, requires_grad=True))
+    assert not module.delayed.history_forward.any()
+
+
 def test_keywords_of_the_function_in_a_reentrant_checkpoint() -> None:
     layer = minifloat.Linear(32, 48)
     grads = []
@@ -560,6 +573,24 @@ def test_eager_code_in_a_graphs_checkpoint() -> None:
 
     compiled = torch.compile(minifloat.checkpoint, backend="aot_eager")
     for a, b in zip(run(compiled), run(plain), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_graphs_checkpoint_without_gradients_is_none() -> None:
+    def run(call: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, x = minifloat.Linear(32, 32), torch.randn(4, 32)
+        with minifloat.autocast(recipe=RECIPES["delayed"]()), torch.no_grad():
+            y = call(layer, x, is_first_microbatch=True)
+        return [y, layer.delayed.history_forward[:3], layer._cached.copies[0][0]]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return minifloat.checkpoint(*args, preserve_rng_state=False, **kwargs)
+
+    torch._dynamo.reset()
+    made, expected = run(torch.compile(again, backend="aot_eager", fullgraph=True)), run(plain)
+    assert expected[1].any()
+    for a, b in zip(made, expected, strict=True):
         assert torch.equal(a, b)
 
 

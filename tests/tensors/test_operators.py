@@ -115,6 +115,23 @@ def test_what_a_foreach_writes_is_found_by_its_schema(kind: str) -> None:
     assert_same(a, quantizer.quantize(x * 3))
 
 
+@pytest.mark.parametrize("name", ["add", "copy", "fused"])
+def test_what_a_foreach_writes_is_counted(name: str) -> None:
+    """So that a backward that has saved it raises, and who keeps a cast of it casts again."""
+    other = torch.ones(64, 48)
+    written = [quantized("mxfp8"), values(64, 48)]
+    before = [t._version for t in written]
+    if name == "add":
+        torch._foreach_add_(written, [other, other])
+    elif name == "copy":
+        torch._foreach_copy_(written, [other, other])
+    else:
+        step = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
+        flags = {"nesterov": False, "maximize": False, "is_first_step": True}
+        torch._fused_sgd_(written, [other, other], [], **step, **flags)
+    assert all(t._version > v for t, v in zip(written, before, strict=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_data_of_a_parameter(kind: str) -> None:
     p, other = torch.nn.Parameter(quantized(kind)), quantized(kind, seed=1)
