@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from ..core import collectives
 from ..core.link import Tap
 from ..parameters import default_device, default_init
-from ..tensors import QuantizedTensorStorage
 from .normed import Normed
-from .projection import refuse_unsupported, run
+from .projection import is_quantized, refuse_unsupported, run
 from .weighted import Weighted
 
 __all__ = ["LayerNormLinear"]
@@ -131,7 +130,7 @@ class LayerNormLinear(Weighted, Normed):
         owners = self._owners(weight)
         bias = self._bias()
         inp = self._check_input(inp, weight)
-        if isinstance(inp, QuantizedTensorStorage):
+        if is_quantized(inp):
             inp = inp.dequantize()
         first = is_first_microbatch
         begun = self._begin(self._refuser(inp, weight, owners, first, fp8_output, fp8_grad))

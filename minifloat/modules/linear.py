@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parameters import default_device, default_init
-from ..tensors import QuantizedTensorStorage
-from .projection import refuse_unsupported, run
+from .projection import is_quantized, refuse_unsupported, run
 from .weighted import Weighted
 
 __all__ = ["Linear"]
@@ -128,7 +127,7 @@ class Linear(Weighted, nn.Linear):
         plan = begun.plan
         self._advise(begun, inp)
         weight = self._weight(weight, inp.dtype, begun)
-        if isinstance(inp, QuantizedTensorStorage):
+        if is_quantized(inp):
             inp = self._check_quantized_input(inp, plan, self._needs_col(weight, plan))
         if begun.calibration is not None:
             self._calibrate(inp, weight, begun)

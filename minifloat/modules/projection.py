@@ -34,7 +34,7 @@ from .cached import CachesWeight
 from .wgrad import WeightGradStore
 from .workspace import Cached, Versions
 
-__all__ = ["ModeError", "Projection", "refuse_unsupported", "run"]
+__all__ = ["ModeError", "Projection", "is_quantized", "refuse_unsupported", "run"]
 
 MODES = (None, "column", "row")
 
@@ -169,9 +169,9 @@ class Projection(CachesWeight):
             for t, argument in ((inp, "inp"), (weight, "weight")):
                 if _other(t):
                     check_whole(t, f"{self._where()}: {argument}")
-        if _quantized(weight):
+        if is_quantized(weight):
             check_recipe_of(weight, plan, self._where())
-        if _quantized(inp):
+        if is_quantized(inp):
             self._reads_quantized_input(inp, plan, self._needs_col(weight, plan))
         if inp is not None and self._collects():
             self._check_sequence(inp.shape)
@@ -193,7 +193,7 @@ class Projection(CachesWeight):
 
     def _weight(self, weight: Any, dtype: torch.dtype, begun: Begun) -> Any:
         """The weight as this plan reads it."""
-        if isinstance(weight, QuantizedTensorStorage):
+        if is_quantized(weight):
             return self._check_quantized(weight, begun)
         if begun.plan.w_row.layout[0] is None and weight.dtype != dtype:
             return weight.to(dtype)  # torch.autocast
@@ -494,8 +494,10 @@ def _other(tensor: Any) -> bool:
     return not (kind is Tensor or kind is Parameter or tensor is None)
 
 
-def _quantized(tensor: Any) -> bool:
-    return isinstance(tensor, QuantizedTensorStorage)
+def is_quantized(tensor: Any) -> bool:
+    """Whether it is codes. Most are told by their type: to ask a class of opaque values runs
+    Python of PyTorch's."""
+    return _other(tensor) and isinstance(tensor, QuantizedTensorStorage)
 
 
 def _reads_as(a: Any, b: Any) -> bool:
