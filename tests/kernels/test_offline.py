@@ -47,6 +47,7 @@ IN_CI = re.compile(
     | ^blocks-((pow2_)?fp8_e4m3_1x128|mxfp8_e4m3)_both_bf16_4096x4096-  # whole tiles: in words
     | ^blocks-fp8_e4m3_128x128_(row|col)_bf16_4096x4096-
     | ^tensorwise-(amax|((current|large)_both|(scaled|roomy)_(row|col))_e4m3)_bf16_4100x4096-
+    | ^tensorwise-amax_fp16_4097x4000-  # in no words
     | ^(transpose|swizzle|delayed|sums)-
     | ^beside-(amax|scaled_backward|1x128_(for|back)ward)_whole-
     | ^produce-(value|amax|scaled_both)_(swiglu|layernorm)_bf16_4097x4000-
