@@ -89,34 +89,38 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return _Run._backward(ctx, *grads)
-        # create_graph. What backward computes is not itself differentiable: casts are not, and
-        # statistics are constants to it.
-        with torch.no_grad():
-            made = _Run._backward(ctx, *grads)
-        return _once(made)
-
-    @staticmethod
-    def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        # A backward inside torch.autocast: products of fp32 would be rounded to its dtype.
-        off: Any = None
         if torch.compiler.is_compiling():
-            off = torch.autocast(ctx.shield, enabled=False) if ctx.shield else None
-        elif torch._C._is_any_autocast_enabled():
-            off = torch._C._DisableAutocast()
-        if off is None:
-            return None, None, None, *_backward(ctx, grads)
-        with off:
-            return None, None, None, *_backward(ctx, grads)
+            return None, None, None, *_of_graph(ctx, grads)
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            return None, None, None, *_shielded(ctx, grads)
+        return None, None, None, *_backward(ctx, grads)
+
+
+def _of_graph(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Backward as a graph runs it: out of reach of torch.autocast, see `_shielded`."""
+    work, data, note = ctx.work, ctx.data, ctx.note
+    if isinstance(note, replays.Note):
+        note = note.note
+    if not ctx.shield:
+        return work.backward(data, note, list(ctx.saved_tensors), grads)  # type: ignore[no-any-return]
+    with torch.autocast(ctx.shield, enabled=False):
+        return work.backward(data, note, list(ctx.saved_tensors), grads)  # type: ignore[no-any-return]
+
+
+def _shielded(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`_backward` inside torch.autocast, where products of fp32 would be rounded to its dtype, and
+    with create_graph: what backward computes is not itself differentiable, casts are not, and
+    statistics are constants to it."""
+    again = torch.is_grad_enabled()
+    with torch.no_grad(), torch._C._DisableAutocast():
+        made = _backward(ctx, grads)
+    return _once(made) if again else made
 
 
 def _backward(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
     work, data, note = ctx.work, ctx.data, ctx.note
     if not isinstance(note, replays.Note):  # of a graph
         return work.backward(data, note, _saved(ctx), grads)  # type: ignore[no-any-return]
-    if torch.compiler.is_compiling():
-        return work.backward(data, note.note, _saved(ctx), grads)  # type: ignore[no-any-return]
     return replays.backward(work, data, note, _saved(ctx), grads)
 
 
@@ -135,16 +139,16 @@ def _once(grads: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _saved(ctx: Any) -> list[Any]:
     """The saved tensors; a graph that is retained keeps them for its next backward."""
-    if torch.compiler.is_compiling():
-        return list(ctx.saved_tensors)
-    kept = ctx.__dict__.pop("kept", None)
+    kept, keeps = ctx.__dict__.pop("kept", None), _keeps_graph()
     if kept is None:
         held = ctx.saved_tensors
-        versions = _versions(held) if _keeps_graph() else []
+        if not keeps:
+            return list(held)
+        versions = _versions(held)
     else:
         held, versions = kept
         _check_versions(held, versions)
-    if _keeps_graph():
+    if keeps:
         ctx.kept = (held, versions)
     return list(held)
 
@@ -166,8 +170,8 @@ def _check_versions(held: tuple[Any, ...], versions: list[int]) -> None:
 
 # Where a graph breaks inside the work, these run as they are: Dynamo would start a graph in each
 # frame, and looks at an argument like `ctx` by reading its saved tensors, which clears them.
-_OWN = (_backward, _saved, _versions, _check_versions)
-_SKIPPED = (_Run.forward, _Run.backward, _Run._backward, *_OWN)
+_OWN = (_of_graph, _shielded, _backward, _saved, _versions, _check_versions)
+_SKIPPED = (_Run.forward, _Run.backward, *_OWN)
 for _function in (*_SKIPPED, replays.forward, replays.backward):
     eval_frame.set_code_exec_strategy(
         _function.__code__,

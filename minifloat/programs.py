@@ -41,12 +41,18 @@ __all__ = [
 _AS_IS = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device, type})
 _PLAIN, _TENSOR, _SEVERAL, _INTERNED, _FOREIGN = range(5)  # as in batch.c
 _PARTS: dict[type, int] = {}  # `_part` of the types that were seen
-_local = threading.local()
+
+
+class _Local(threading.local):
+    recorder: Recorder | None = None  # of the class: to ask for what is not there takes longer
+
+
+_local = _Local()
 
 
 def recording() -> Recorder | None:
     """The recorder that watches this thread."""
-    return getattr(_local, "recorder", None)
+    return _local.recorder
 
 
 def may_record(device: torch.device) -> bool:
