@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats import E5M2, FORMATS, Cast, Scale, rup
 from ..layout import pad
-from ._blocks_device import store_blocks, store_words, word_scales
+from ._blocks_device import WIDEST, store_blocks, store_words, word_scales
 from ._device import (
     FP8,
     amax,
@@ -414,7 +414,8 @@ def _words(x: Tensor, row: Tensor | None, col: Tensor | None) -> bool:
     given = (t for t in (x, row, col) if t is not None)
     starts = (t.storage_offset() * t.element_size() % 4 for t in given)
     aligned = x.stride(0) % 2 == 0 and not any(starts)
-    return aligned and x.shape[0] % 128 == 0 and x.shape[1] % 128 == 0
+    near = max(x.stride(0), x.shape[1]) <= WIDEST
+    return aligned and near and x.shape[0] % 128 == 0 and x.shape[1] % 128 == 0
 
 
 def _kind(square: bool, row: Tensor | None, col: Tensor | None) -> str:
