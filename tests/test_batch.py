@@ -586,6 +586,7 @@ class Trial:
 
     def point(self, addresses: list[int]) -> None:
         assert len(addresses) == 2
+        self.scales = [ctypes.c_float.from_address(a).value for a in addresses]
 
     def run(self, i: int, a: int, b: int, d: int, scratch: int, stream: int) -> bool:
         if self.made[i] < 0:
@@ -616,6 +617,31 @@ def test_the_fastest_of_those_with_the_same_bits_is_taken(
     state = torch.get_rng_state()
     assert fastest._fastest(Trial(*made), torch.device("cpu")) == best
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_scales_of_a_trial_are_those_of_products_whatever_the_default_dtype(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0), raising=False
+    )
+    monkeypatch.setattr(fastest, "_times", lambda alike, run, *_: dict.fromkeys(alike, 1.0))
+    given: list[torch.dtype] = []
+
+    class Other(Trial):
+        def ordinary(self, a: torch.Tensor, b: torch.Tensor, ones: torch.Tensor) -> Any:
+            given.append(ones.dtype)
+            return super().ordinary(a, b, ones)
+
+    trial, before = Other(1.0, 1.0), torch.get_default_dtype()
+    trial.is_pytorchs = False
+    torch.set_default_dtype(dtype)
+    try:
+        assert fastest._fastest(trial, torch.device("cpu")) == 0
+    finally:
+        torch.set_default_dtype(before)
+    assert given == [torch.float32] and trial.scales == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
