@@ -12,7 +12,7 @@ import inspect
 import linecache
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cache
 from typing import Any
 
@@ -47,10 +47,24 @@ def beside(a: Launch, b: Launch) -> Launch | None:
     return Launch(joined(a.fn, b.fn), a.programs + b.programs, args, config)
 
 
+# What Triton made, by all that it depends on. Read from the disk again it would be loaded again,
+# for each program that launches it, and nothing unloads a copy.
+_COMPILED: dict[Hashable, Any] = {}
+
+
 def compiled(launch: Launch) -> Any:
     """What Triton makes of a launch on the current device, ready to be launched; None where that
     has too little shared memory."""
     variant = Variant.of("", launch)
+    tables = (variant.signature, variant.constants, variant.config.options)
+    known = (variant.fn, variant.divisible, *(tuple(t.items()) for t in tables))
+    of = (triton.runtime.driver.active.get_current_device(), *known)
+    if of not in _COMPILED:
+        _COMPILED[of] = _compile(variant)
+    return _COMPILED[of]
+
+
+def _compile(variant: Variant) -> Any:
     source = triton.compiler.ASTSource(
         fn=variant.fn,
         signature=variant.signature,
