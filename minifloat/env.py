@@ -23,6 +23,7 @@ __all__ = [
     "replays",
     "runs_kernels",
     "shared_memory",
+    "takes_words",
     "triton_available",
     "triton_version",
     "tunes",
@@ -119,6 +120,15 @@ def capability(device: torch.device | str) -> int | None:
 # What torch.compiler.assume_constant_result does, without importing Dynamo: asked while tracing,
 # the answer is a constant of the graph.
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def takes_words(device: torch.device) -> bool:
+    """Whether kernels may compare two numbers in a word at once (max.u16x2), as sm_90 and later do.
+
+    Without a CUDA device: what one of those would do.
+    """
+    found = capability(device)
+    return found is None or found >= 90
 
 
 def cublaslt() -> str | None:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import env
 from ..producer import CUBIC, GELU, Producer
 from ._blocks_device import WIDEST
 from ._device import IS_PTX, fp32, high, low
@@ -70,7 +71,9 @@ def in_words(dtype: torch.dtype, m: int, k: int, *read: Tensor) -> bool:
     strides = [x.stride(0) for x in read]
     if any(s % 2 != 0 or s > FARTHEST for s in strides):
         return False
-    return all(x.dtype is dtype and x.data_ptr() % 4 == 0 for x in read)
+    return all(
+        x.dtype is dtype and x.data_ptr() % 4 == 0 and env.takes_words(x.device) for x in read
+    )
 
 
 @triton.jit

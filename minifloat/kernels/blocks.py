@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import env
 from ..formats import E5M2, FORMATS, Cast, Scale, rup
 from ..layout import pad
 from ._blocks_device import WIDEST, store_blocks, store_words, word_scales
@@ -409,7 +410,7 @@ def _e8m0(
 
 def _words(x: Tensor, row: Tensor | None, col: Tensor | None) -> bool:
     """Whether copies of x can be made from words of two bf16 numbers, in whole tiles."""
-    if x.dtype != torch.bfloat16:
+    if x.dtype != torch.bfloat16 or not env.takes_words(x.device):
         return False
     given = (t for t in (x, row, col) if t is not None)
     starts = (t.storage_offset() * t.element_size() % 4 for t in given)
