@@ -47,6 +47,8 @@ def choose(cast: Cast | None, device: torch.device) -> tuple[str, str]:
         return "emulated", "triton is not installed; pip install triton for kernels"
     if cast is not None and cast.format.element is None:
         return "native", "a high-precision copy is a PyTorch cast"
+    if not env.encodes(device):
+        return "emulated", "Triton has no E4M3 before sm_89; the reference runs on the GPU"
     from .kernels import entry as kernels
 
     if cast is not None and not kernels.supports(cast):
@@ -56,7 +58,7 @@ def choose(cast: Cast | None, device: torch.device) -> tuple[str, str]:
 
 def _kernels(x: Tensor, row: Cast | None, col: Cast | None = None) -> Any:
     """The kernel package where it serves both casts on x's device in one go, else None."""
-    if not env.runs_kernels(x):
+    if not (env.runs_kernels(x) and env.encodes(x.device)):
         return None
     from .kernels import entry
 

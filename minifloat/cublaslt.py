@@ -140,6 +140,11 @@ class Product:
         self.proposals = self._proposals()
         self.chosen = 0
 
+    def take(self, i: int) -> None:
+        """Multiply by proposal i, and forget the others: of a product of blocks there are up to a
+        thousand, of 240 bytes each, and a plan keeps the product."""
+        self.proposals, self.chosen = [self.proposals[i]], 0
+
     @property
     def scratch(self) -> int:
         """Bytes that the chosen algorithm needs."""
@@ -341,7 +346,7 @@ def of_call(
     chosen = fastest.choose(made)
     if chosen is None:
         return None
-    made.chosen = chosen
+    made.take(chosen)
     reads = [*reversed(scales), *([] if bias is None else [bias])]
     y = (step.makes[0], 0)
     return made.words(_at(x), _at(w), y, (scratch, 0), [_at(r) for r in reads]), made

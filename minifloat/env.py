@@ -17,12 +17,14 @@ __all__ = [
     "capability",
     "cublaslt",
     "device_name",
+    "encodes",
     "is_current",
     "multiprocessors",
     "reference_only",
     "replays",
     "runs_kernels",
     "shared_memory",
+    "takes_words",
     "triton_available",
     "triton_version",
     "tunes",
@@ -119,6 +121,22 @@ def capability(device: torch.device | str) -> int | None:
 # What torch.compiler.assume_constant_result does, without importing Dynamo: asked while tracing,
 # the answer is a constant of the graph.
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def encodes(device: torch.device) -> bool:
+    """Whether Triton's kernels may make and read E4M3, which NVFP4's scales are as well: on sm_89
+    and later."""
+    found = capability(device)
+    return found is None or found >= 89
+
+
+def takes_words(device: torch.device) -> bool:
+    """Whether kernels may compare two numbers in a word at once (max.u16x2), as sm_90 and later do.
+
+    Without a CUDA device: what one of those would do.
+    """
+    found = capability(device)
+    return found is None or found >= 90
 
 
 def cublaslt() -> str | None:

@@ -70,7 +70,7 @@ def _fastest(product: Any, device: torch.device) -> int | None:
     a, b = (_numbers(o, generator) for o in (product.a, product.b))
     # Scales of one, as many as blocks could want, and a bias.
     most = max(o.lines for o in (product.a, product.b)) + 16
-    ones = torch.ones(most * (product.a.k // 128 + 4), device=device)
+    ones = torch.ones(most * (product.a.k // 128 + 4), dtype=torch.float32, device=device)
     product.point([ones.data_ptr()] * len(product.attributes))
     shape = (product.a.lines, product.b.lines)
     made, first = (torch.empty(shape, dtype=product.dtype, device=device) for _ in range(2))

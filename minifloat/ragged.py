@@ -150,7 +150,7 @@ def kernels(x: Tensor, row: Cast | None, col: Cast | None) -> Any:
 
     They read sizes on the device alone, and write nowhere else whatever those are.
     """
-    if not env.runs_kernels(x):
+    if not (env.runs_kernels(x) and env.encodes(x.device)):
         return None
     from .kernels import ragged_entry
 

@@ -470,18 +470,43 @@ def test_where_pytorchs_algorithm_is_not_known_one_with_its_bits_is_taken_or_non
     for chosen in (None, 3):
         monkeypatch.setattr(fastest, "choose", lambda p, chosen=chosen: seen.append(p) or chosen)
         found = cublaslt.of_call(*call(), "s")
+        if chosen is None:
+            tried = [bytes(p.algorithm) for p in seen[-1].proposals]
         assert not seen[-1].is_pytorchs
         assert (found is None) == (chosen is None)
-    assert found is not None and found[1].chosen == 3
+    assert found is not None and tried[3] == bytes(found[1].proposals[0].algorithm)
     del found
     seen.clear()  # before the library is gone
 
 
-def test_other_tiles_and_clusters_are_tried(library: Library) -> None:
+@pytest.mark.parametrize("chosen", [0, 3])
+def test_a_plan_keeps_no_proposals_but_its_own(
+    library: Library, monkeypatch: pytest.MonkeyPatch, chosen: int
+) -> None:
+    """Programs are many, and so are proposals."""
+    seen: list[bytes] = []
+
+    def choose(product: cublaslt.Product) -> int:
+        seen.extend(bytes(p.algorithm) for p in product.proposals)
+        return chosen
+
+    monkeypatch.setattr(fastest, "choose", choose)
+    words, owner = cublaslt.of_call(*call(), "s")  # type: ignore[misc]
+    assert len(seen) > 3
+    (kept,) = owner.proposals
+    assert bytes(kept.algorithm) == seen[chosen]
+    assert words[6] == ctypes.addressof(kept.algorithm)
+
+
+def test_other_tiles_and_clusters_are_tried(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def tried() -> list[tuple[int, ...]]:
+        seen: list[Any] = []
+        monkeypatch.setattr(fastest, "choose", lambda p: seen.extend(p.proposals) or 0)
         found = cublaslt.of_call(*call(), "s")
         assert found is not None and found[1].is_pytorchs
-        return [tuple(p.algorithm[:3]) for p in found[1].proposals]
+        return [tuple(p.algorithm[:3]) for p in seen]
 
     derived = [(of, tile, c) for of in (7, 8) for tile in (0, 20) for c in (2, 3, 5)]
     assert tried() == [(7, 0, 0), (8, 0, 0), *derived]
@@ -565,7 +590,7 @@ def test_a_product_has_the_memory_that_its_algorithm_needs(
     assert program._allocated(0) == ["y", "s0"]
     kind, words, owner = program.words[0]  # type: ignore[misc]
     assert kind == batch.PRODUCT and words[7] == 40 and ("s0", 0) in words
-    assert words[6] == ctypes.addressof(owner.proposals[1].algorithm)
+    assert words[6] == ctypes.addressof(owner.proposals[0].algorithm)
 
 
 class Trial:
@@ -586,6 +611,7 @@ class Trial:
 
     def point(self, addresses: list[int]) -> None:
         assert len(addresses) == 2
+        self.scales = [ctypes.c_float.from_address(a).value for a in addresses]
 
     def run(self, i: int, a: int, b: int, d: int, scratch: int, stream: int) -> bool:
         if self.made[i] < 0:
@@ -616,6 +642,31 @@ def test_the_fastest_of_those_with_the_same_bits_is_taken(
     state = torch.get_rng_state()
     assert fastest._fastest(Trial(*made), torch.device("cpu")) == best
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_scales_of_a_trial_are_those_of_products_whatever_the_default_dtype(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0), raising=False
+    )
+    monkeypatch.setattr(fastest, "_times", lambda alike, run, *_: dict.fromkeys(alike, 1.0))
+    given: list[torch.dtype] = []
+
+    class Other(Trial):
+        def ordinary(self, a: torch.Tensor, b: torch.Tensor, ones: torch.Tensor) -> Any:
+            given.append(ones.dtype)
+            return super().ordinary(a, b, ones)
+
+    trial, before = Other(1.0, 1.0), torch.get_default_dtype()
+    trial.is_pytorchs = False
+    torch.set_default_dtype(dtype)
+    try:
+        assert fastest._fastest(trial, torch.device("cpu")) == 0
+    finally:
+        torch.set_default_dtype(before)
+    assert given == [torch.float32] and trial.scales == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

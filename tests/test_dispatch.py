@@ -18,9 +18,10 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from minifloat import casting, dispatch, opaque, reference
+from minifloat import casting, dispatch, env, opaque, ragged, reference
 from minifloat.formats import HADAMARD_SIGN_MASK, Cast
 from minifloat.layout import flatten, parts
+from minifloat.producer import activation
 
 from .reference.cases import ALL, matrix, name
 
@@ -769,3 +770,25 @@ def test_the_reference_serves_every_device_without_kernels() -> None:
     assert casting.choose(MX, torch.device("cpu"))[0] == "cpu"
     assert casting.choose(None, torch.device("cpu"))[0] == "cpu"
     assert casting.choose(MX, torch.device("meta"))[0] == "emulated"
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 90])
+def test_the_reference_serves_devices_for_which_triton_has_no_e4m3(
+    monkeypatch: pytest.MonkeyPatch, sm: int
+) -> None:
+    pytest.importorskip("triton")
+    from minifloat.kernels import produce_entry
+
+    monkeypatch.setattr(env, "capability", lambda device: sm)
+    monkeypatch.setattr(env, "runs_kernels", lambda x: True)
+    has = sm >= 89
+    x = torch.zeros(128, 256, dtype=torch.bfloat16)
+    for cast in (MX, Cast("fp8_e4m3"), Cast("nvfp4")):
+        assert (casting._kernels(x, cast) is not None) == has
+        assert (ragged.kernels(x, cast, None) is not None) == has
+        found = casting.choose(cast, torch.device("cuda", 0))
+        assert found[0] == ("triton" if has else "emulated") and ("sm_89" in found[1]) == (not has)
+    relu, one = activation("relu"), Cast("fp8_e4m3")
+    assert produce_entry.fuses(relu, (x,), x.dtype, one, one) == has
+    gradient = (relu.gradient(), (x, x), x.dtype, one, one, None)
+    assert produce_entry.fuses_backward(*gradient) == has

@@ -31,6 +31,7 @@ from ._device import (
 
 __all__ = [
     "ABS2",
+    "WIDEST",
     "fold_rows",
     "inverse2",
     "max4",
@@ -45,6 +46,9 @@ __all__ = [
 ]
 
 ABS2 = tl.constexpr(0x7FFF7FFF)  # |x| of both numbers of a word
+# Elements from a row to the next, at most: 32 bits hold the distance of two rows of a tile, which
+# is up to 124 of them in words.
+WIDEST = 1 << 25
 _UPPER = tl.constexpr(-0x10000)  # the second number of a word
 # Scales that are powers of two, of two blocks at a time, as the bits of two bf16 numbers in a word:
 # the exponent of LIMIT = 1.75 * 2**e over an amax is e less the amax's, and one less where the

@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import env
 from ..producer import CUBIC, GELU, Producer
+from ._blocks_device import WIDEST
 from ._device import IS_PTX, fp32, high, low
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "sigmoid",
 ]
 
+FARTHEST = 1 << 30  # elements from a row to the next: 32 bits hold three of it in words
 _GELU = tl.constexpr(fp32(GELU))
 _CUBIC = tl.constexpr(fp32(CUBIC))
 _CUBIC3 = tl.constexpr(fp32(3 * CUBIC))
@@ -60,11 +63,17 @@ def numbers(p: Producer) -> dict[str, Any]:
 def in_words(dtype: torch.dtype, m: int, k: int, *read: Tensor) -> bool:
     """Whether `[M, K]` can be made in `dtype`, from what is read, in words of two bf16 numbers.
 
-    Tiles are 128 columns wide, and four rows make a word of a column copy.
+    Tiles are 128 columns wide, and four rows make a word of a column copy. Without a column there
+    is no tile for the one program that every cast by the scale of a tensor has.
     """
-    if dtype is not torch.bfloat16 or m % 4 != 0 or k % 128 != 0:
+    if dtype is not torch.bfloat16 or m % 4 != 0 or k % 128 != 0 or not 0 < k <= WIDEST:
         return False
-    return all(x.dtype is dtype and x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0 for x in read)
+    strides = [x.stride(0) for x in read]
+    if any(s % 2 != 0 or s > FARTHEST for s in strides):
+        return False
+    return all(
+        x.dtype is dtype and x.data_ptr() % 4 == 0 and env.takes_words(x.device) for x in read
+    )
 
 
 @triton.jit

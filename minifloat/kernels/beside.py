@@ -3,7 +3,8 @@
 A cast of a small matrix takes 3 to 5 us, most of it the beginning and the end of a launch, in which
 the device is not full. Of two that do not wait for each other the second one's programs follow the
 first one's in one grid. The kernel that does both is written from the text of the two: a program's
-number, and how many there are, are arguments there; nothing else differs, and so no bits do.
+number, and how many there are, are arguments there. The second one runs in as many warps as the
+first, which sums alone would tell; nothing else differs, and so no bits do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 import linecache
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cache
 from typing import Any
 
@@ -33,12 +34,15 @@ FIRST, SECOND = "a_", "b_"  # how arguments of the two begin
 def beside(a: Launch, b: Launch) -> Launch | None:
     """Both in one launch, the programs of `a` first; its arguments are `programs of a, *a, *b`.
 
-    None where they have no such kernel: limits of registers are those of one kernel.
+    None where they have no such kernel: limits of registers are those of one kernel, and another
+    number of warps, as the second one may get, adds up in another order.
     """
     configs = (a.config, b.config)
     if any(c.registers is not None for c in configs) or min(a.programs, b.programs) < 1:
         return None
     if not (_numbers_itself(a.fn) and _numbers_itself(b.fn)):
+        return None
+    if a.config.warps != b.config.warps and _adds_up(b.fn):
         return None
     config = Config(1, 1, a.config.warps, max(c.stages for c in configs))
     args: dict[str, Any] = {"programs": a.programs}
@@ -47,10 +51,24 @@ def beside(a: Launch, b: Launch) -> Launch | None:
     return Launch(joined(a.fn, b.fn), a.programs + b.programs, args, config)
 
 
+# What Triton made, by all that it depends on. Read from the disk again it would be loaded again,
+# for each program that launches it, and nothing unloads a copy.
+_COMPILED: dict[Hashable, Any] = {}
+
+
 def compiled(launch: Launch) -> Any:
     """What Triton makes of a launch on the current device, ready to be launched; None where that
     has too little shared memory."""
     variant = Variant.of("", launch)
+    tables = (variant.signature, variant.constants, variant.config.options)
+    known = (variant.fn, variant.divisible, *(tuple(t.items()) for t in tables))
+    of = (triton.runtime.driver.active.get_current_device(), *known)
+    if of not in _COMPILED:
+        _COMPILED[of] = _compile(variant)
+    return _COMPILED[of]
+
+
+def _compile(variant: Variant) -> Any:
     source = triton.compiler.ASTSource(
         fn=variant.fn,
         signature=variant.signature,
@@ -116,14 +134,25 @@ def _numbers_itself(fn: Any) -> bool:
     """Whether the kernel's own text alone asks for a program's number: what it calls does not."""
     if not isinstance(fn, triton.JITFunction):
         return False
+    asks = ("program_id(" in f.src or "num_programs(" in f.src for f in _family(fn) if f is not fn)
+    return fn.src.count("program_id(") == fn.src.count(NUMBER) and not any(asks)
+
+
+@cache
+def _adds_up(fn: Any) -> bool:
+    """Whether the numbers of a tile are added up, by the kernel or by what it calls."""
+    return any("tl.sum(" in f.src for f in _family(fn))
+
+
+def _family(fn: Any) -> set[Any]:
+    """A function and all that it calls."""
     called, seen = _callees(fn), {fn}
     while called:
         one = called.pop()
         if one not in seen:
             seen.add(one)
             called += _callees(one)
-    asks = ("program_id(" in f.src or "num_programs(" in f.src for f in seen if f is not fn)
-    return fn.src.count("program_id(") == fn.src.count(NUMBER) and not any(asks)
+    return seen
 
 
 def _callees(fn: Any) -> list[Any]:

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import env
 from ..formats import E5M2, FORMATS, Cast, Scale, rup
 from ..layout import pad
-from ._blocks_device import store_blocks, store_words, word_scales
+from ._blocks_device import WIDEST, store_blocks, store_words, word_scales
 from ._device import (
     FP8,
     amax,
@@ -409,12 +410,13 @@ def _e8m0(
 
 def _words(x: Tensor, row: Tensor | None, col: Tensor | None) -> bool:
     """Whether copies of x can be made from words of two bf16 numbers, in whole tiles."""
-    if x.dtype != torch.bfloat16:
+    if x.dtype != torch.bfloat16 or not env.takes_words(x.device):
         return False
     given = (t for t in (x, row, col) if t is not None)
     starts = (t.storage_offset() * t.element_size() % 4 for t in given)
     aligned = x.stride(0) % 2 == 0 and not any(starts)
-    return aligned and x.shape[0] % 128 == 0 and x.shape[1] % 128 == 0
+    near = max(x.stride(0), x.shape[1]) <= WIDEST
+    return aligned and near and x.shape[0] % 128 == 0 and x.shape[1] % 128 == 0
 
 
 def _kind(square: bool, row: Tensor | None, col: Tensor | None) -> str:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import env
 from ..formats import HADAMARD, HADAMARD_SIGN_MASK, Cast, cdiv, rup
 from ._device import max2
 from ._fp4_codes import HALVED_FROM
@@ -356,6 +357,7 @@ def _launch(
     even = m > 0 and k > 0 and m % PAD == k % PAD == 0
     words = even and x.dtype == torch.bfloat16  # two numbers to a word, as in `blocks`
     words = words and x.storage_offset() % 2 == 0 and x.stride(0) % 2 == 0
+    words = words and env.takes_words(x.device)
     kind = _kind(row, col, tensors, words)
     config = config or CONFIGS[kind]
     rows, cols = blocks or BLOCKS[kind]

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import env
 from ..formats import HADAMARD_SIGN_MASK, Cast, cdiv
 from ._device import abs_bits
 from ._fp4_device import (
@@ -204,7 +205,7 @@ def _partial(x: Tensor, *, plain: bool, signs: int, config: Config | None = None
         "tiles": tiles,
         "PLAIN": plain,
         "SIGNS": signs,
-        "WORDS": even and x.dtype == torch.bfloat16 and aligned,
+        "WORDS": even and x.dtype == torch.bfloat16 and aligned and env.takes_words(x.device),
         "EVEN": even,
         "FAR": config.m * x.stride(0) >= 2**31,
         "BM": config.m,

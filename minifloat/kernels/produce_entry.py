@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import env
 from ..formats import Cast
 from ..producer import Producer
 from . import activation_grad, gradient_e8m0, produce, produce_e8m0
@@ -43,11 +44,15 @@ def fuses(
 ) -> bool:
     """Whether `quantize`, or `values`, makes these copies of what `p` produces in `dtype`."""
     cast = row if row is not None else col
-    if cast is None or p.differentiates or _has_numbers(p, inputs):
+    if cast is None or p.differentiates or _has_numbers(p, inputs) or not _encodes(inputs):
         return False
     if has_blocks(cast):
         return produce_e8m0.fuses(p, inputs, dtype, row, col)
     return not as_values and produce.fuses(p, inputs, dtype, row, col)
+
+
+def _encodes(inputs: Inputs) -> bool:
+    return all(x is None or env.encodes(x.device) for x in inputs)
 
 
 def _has_numbers(p: Producer, inputs: Inputs) -> bool:
@@ -98,7 +103,7 @@ def fuses_backward(
     """Whether `backward` makes these copies: of dh's row and column, and of y's column."""
     cast = row if row is not None else col
     assert cast is not None
-    if _has_numbers(p, inputs):
+    if _has_numbers(p, inputs) or not _encodes(inputs):
         return False
     if has_blocks(cast):
         return gradient_e8m0.fuses_backward(p, inputs, dtype, row, col, act)

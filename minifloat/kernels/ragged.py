@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import env
 from ..formats import E4M3, FORMATS, FP32_MAX, Cast, Scale, cdiv, rup
 from ._blocks_device import line_amax, max4, store_square_scale
 from ._device import FP8, abs_bits, amax, encode, fp8_scale, fp32, top2
@@ -484,6 +485,8 @@ def _in_words(x: Tensor, group: Group, row: Tensor | None, col: Tensor | None) -
     """Whether both copies can be made in words of two bf16 numbers, and of four codes: members of
     the column copy then begin and end with whole words."""
     if row is None or col is None or x.dtype is not torch.bfloat16:
+        return False
+    if not env.takes_words(x.device):
         return False
     m, k = x.shape
     aligned = x.data_ptr() % 4 == 0 and row.data_ptr() % 2 == 0 and col.data_ptr() % 4 == 0

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import env
 from ..formats import E4M3, E5M2, FP32_MAX, Element, cdiv, rup
 from ._blocks_device import ABS2, max4, store_words
 from ._device import (
@@ -336,6 +337,7 @@ def _amax_launch(x: Tensor, config: Config | None = None, partials: int = PARTIA
         m, k = 1, m * k
         stride = k
     words = x.dtype is torch.bfloat16 and x.data_ptr() % 4 == k % 2 == stride % 2 == 0
+    words = words and env.takes_words(x.device)
     if words:
         k, stride = k // 2, stride // 2
     config = config or _config(x, "amax", words)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from minifloat.formats import E4M3, E5M2, Cast  # noqa: E402
-from minifloat.kernels import beside, blocks, tensorwise  # noqa: E402
+from minifloat.kernels import activation_grad, beside, blocks, norm, sums, tensorwise  # noqa: E402
 from minifloat.kernels.variant import Config, Launch  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -123,6 +126,50 @@ def test_a_limit_of_registers_is_that_of_one_kernel() -> None:
 def test_who_launches_nothing_is_beside_nobody() -> None:
     one = tensorwise._amax_launch(X)
     assert beside.beside(one, one._replace(programs=0)) is None
+
+
+def test_who_adds_up_does_so_in_warps_of_its_own() -> None:
+    """8 warps add up in another order than 4 do, and a program makes the bits of its launches."""
+    few, tall = (
+        sums._sums(torch.empty(n, 96, device="meta"), torch.empty(96, device="meta"), n)
+        for n in (300, 4000)
+    )
+    assert few.config.warps != tall.config.warps
+    assert beside.beside(few, tall) is None and beside.beside(tall, few) is None
+    assert beside.beside(few, few) is not None and beside.beside(tall, tall) is not None
+    assert beside._adds_up(norm.stats_kernel) and beside._adds_up(activation_grad.words_kernel)
+    casts = [tensorwise._amax_launch(X), tensorwise._amax_launch(X, Config(1, 8192, 8))]
+    assert beside.beside(*casts) is not None  # maxima are the same in any order
+
+
+def test_kernels_of_one_kind_are_one_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy of one would stay on the device for as long as the process runs."""
+
+    def both(m: int, value: float = 0.0) -> Launch:
+        x = torch.empty(m, 64, dtype=BF16, device="meta")
+        one = torch.empty(1, device="meta")
+        cast = tensorwise._cast(x, E4M3, x, None, one, source=one, eps=value)
+        made = beside.beside(cast, cast)
+        assert made is not None
+        return made
+
+    made: list[tuple[int, Any]] = []
+    active = SimpleNamespace(get_current_target=lambda: None, get_current_device=lambda: device)
+    monkeypatch.setattr(beside, "_COMPILED", {})
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+
+    def compile_(source: Any, **given: Any) -> Any:
+        made.append((device, source))
+        return SimpleNamespace(run=None)
+
+    monkeypatch.setattr(triton, "compile", compile_)
+    device = 0
+    first = beside.compiled(both(64))
+    assert beside.compiled(both(640, 0.5)) is first  # numbers are no part of a kernel
+    assert beside.compiled(both(65)) is not first  # but for what the compiler is told of them
+    device = 1
+    assert beside.compiled(both(64)) is not first
+    assert [d for d, _ in made] == [0, 0, 1]
 
 
 def test_the_kernel_has_the_parameters_of_both() -> None:

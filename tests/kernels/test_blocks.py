@@ -194,6 +194,20 @@ def test_interpreted() -> None:
     run_interpreted(__file__)
 
 
+@pytest.mark.parametrize(
+    ("shape", "stride", "words"),
+    [((128, 128), 128, True), ((128, 128), 1 << 25, True), ((128, 128), 3 << 24, False),
+     ((128, 3 << 24), 3 << 24, False)],
+)  # fmt: skip
+def test_words_are_of_tiles_that_32_bits_span(
+    shape: tuple[int, int], stride: int, words: bool
+) -> None:
+    x = torch.empty(1, dtype=torch.bfloat16, device="meta").as_strided(shape, (stride, 1))
+    code, one = (torch.empty(1, dtype=t, device="meta") for t in (torch.uint8, torch.float32))
+    launch = blocks._f32(x, Cast("fp8_e4m3_128x128"), code, one, None, None)
+    assert (launch.fn is blocks.words_kernel) == words
+
+
 if __name__ == "__main__":
     for shape in SMALL:
         for name in E4M3_BLOCKS:

@@ -6,6 +6,7 @@ spill. CI compiles `IN_CI` of them, `make test-deep` all.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 import re
@@ -15,14 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from minifloat import kernels  # noqa: E402
+from minifloat import env, kernels  # noqa: E402
+from minifloat.formats import Cast, Scale  # noqa: E402
+from minifloat.kernels import (  # noqa: E402
+    activation_grad,
+    gradient_e8m0,
+    produce,
+    produce_e8m0,
+)
 from minifloat.kernels.variant import Variant  # noqa: E402
+from minifloat.producer import activation  # noqa: E402
 
 ARCHES = (90, 100)
 # Modules that launch nothing of their own.
@@ -148,6 +158,52 @@ def test_compiles_without_spills(
     ptxas(arch)  # skips first: a compilation needs it as well
     found = spilled(compile_ptx(variant, arch), arch, tmp_path)
     assert found <= allowed(key), f"{key} spills {found} bytes per thread"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("tensorwise", r"^(amax|(scaled|current)_both_e4m3)_bf16_4096x4096$"),
+        ("blocks", r"^(fp8_e4m3_(1x128|128x128)|mxfp8_e4m3)_both_bf16_4096x4096$"),
+        ("fp4_amax", r"^fp4_amax_plain_bf16_4096x4096$"),
+        ("fp4", r"^fp4_plain_row_bf16_4096x4096$"),
+        ("produce", r"^scaled_both_swiglu_bf16_4096x4096$"),
+        ("activation_grad", r"^scaled_swiglu_bf16_4096x4096$"),
+        ("ragged", r"^ragged_scaled_fp8_e4m3_spread_bf16_4096x4096$"),
+    ],
+)
+def test_casts_of_whole_tiles_compile_for_sm_89(
+    name: str, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has FP8, and not all that kernels of words are made of."""
+    ptxas(90)
+    monkeypatch.setattr(env, "capability", lambda device: 89)
+    made = set()
+    with contextlib.suppress(KeyError):  # blocks that are made in words alone: see `fuses`
+        for variant in modules()[name].variants():
+            if re.search(pattern, variant.name):
+                assert compile_ptx(variant, 89)
+                made.add(variant.name)
+    assert made
+
+
+@pytest.mark.parametrize("sm", [None, 89, 90, 120])
+def test_blocks_of_what_is_produced_are_made_in_words_alone(
+    sm: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "capability", lambda device: sm)
+    h = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
+    dy = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    for cast in (Cast("fp8_e4m3_1x128"), Cast("mxfp8_e4m3")):
+        made = [
+            (produce if cast.format.scale is Scale.F32 else produce_e8m0).fuses(
+                activation("swiglu"), (h,), torch.bfloat16, cast, cast
+            ),
+            (activation_grad if cast.format.scale is Scale.F32 else gradient_e8m0).fuses_backward(
+                activation("swiglu").gradient(), (h, dy), torch.bfloat16, cast, cast, None
+            ),
+        ]
+        assert made == [sm != 89] * 2
 
 
 def test_every_kernel_is_compiled_in_ci() -> None:

@@ -20,6 +20,7 @@ from _cases import (
     on_device,
     run_interpreted,
 )
+from torch import Tensor
 
 from minifloat import reference
 from minifloat.formats import E4M3, E5M2, Cast, Element, Scale, find_format, rup
@@ -103,8 +104,8 @@ def check_scaled(
         assert_codes(out_t, expected.t() if col else None)
 
 
-def check_empty(shape: tuple[int, int]) -> None:
-    x = torch.empty(shape, device=DEVICE)
+def check_empty(shape: tuple[int, int], x: Tensor | None = None) -> None:
+    x = torch.empty(shape, device=DEVICE) if x is None else x
     one, two = torch.ones(1, device=DEVICE), torch.full((1,), 2.0, device=DEVICE)
     row, col = x.to(torch.uint8), x.t().to(torch.uint8)
     out = buffer(one)
@@ -174,6 +175,20 @@ def test_words_begin_with_a_pair(offset: int, words: bool) -> None:
     assert bytewise.fn is tensorwise.cast_kernel
 
 
+@pytest.mark.parametrize(
+    ("shape", "stride", "words"),
+    [((4, 128), 1 << 30, True), ((4, 128), (1 << 30) + 2, False), ((4, 0), 256, False),
+     ((0, 128), 128, True), ((4, 1 << 25), 1 << 25, True), ((4, 3 << 24), 3 << 24, False)],
+)  # fmt: skip
+def test_words_are_of_tiles_that_32_bits_span(
+    shape: tuple[int, int], stride: int, words: bool
+) -> None:
+    x = torch.empty(1, dtype=torch.bfloat16, device="meta").as_strided(shape, (stride, 1))
+    code, one = (torch.empty(1, dtype=t, device="meta") for t in (torch.uint8, torch.float32))
+    cast = tensorwise._cast(x, E4M3, code, None, one, source=one, scaled=True)
+    assert (cast.fn is tensorwise.words_kernel) == words
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 2, 1])
 def test_rows_of_words_may_be_apart(offset: int) -> None:
@@ -202,10 +217,22 @@ def test_room_is_filled_with_zeros(
     check_scaled(shape, dtype, E4M3, directions, pad=16, scales=(torch.inf, torch.nan))
 
 
+def check_empty_words() -> None:
+    """No columns of a matrix that has some, and no rows."""
+    some = torch.empty(16, 256, dtype=torch.bfloat16, device=DEVICE)
+    check_empty((16, 0), some[:, :0])
+    check_empty((0, 256), some[:0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", EMPTY)
 def test_empty(shape: tuple[int, int]) -> None:
     check_empty(shape)
+
+
+@pytest.mark.gpu
+def test_empty_words() -> None:
+    check_empty_words()
 
 
 @pytest.mark.gpu
@@ -271,3 +298,4 @@ if __name__ == "__main__":
         check_scaled(shape, torch.float32, E5M2, (False, True), plain=True, pad=16)
     for shape in EMPTY:
         check_empty(shape)
+    check_empty_words()
