@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from ..formats import E4M3, E5M2, Cast
 from .variant import Config, Launch, Variant
@@ -58,7 +58,7 @@ _COMPILED: dict[Hashable, Any] = {}
 
 def compiled(launch: Launch) -> Any:
     """What Triton makes of a launch on the current device, ready to be launched; None where that
-    has too little shared memory."""
+    has too little shared memory, or where the two assemble alone and together do not."""
     variant = Variant.of("", launch)
     tables = (variant.signature, variant.constants, variant.config.options)
     known = (variant.fn, variant.divisible, *(tuple(t.items()) for t in tables))
@@ -76,10 +76,10 @@ def _compile(variant: Variant) -> Any:
         attrs=variant.attrs,
     )
     target = triton.runtime.driver.active.get_current_target()
-    made = triton.compile(source, target=target, options=variant.config.options)
     try:
+        made = triton.compile(source, target=target, options=variant.config.options)
         made.run  # noqa: B018  (loads it)
-    except OutOfResources:
+    except (OutOfResources, PTXASError):
         return None
     return made
 

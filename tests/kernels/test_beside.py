@@ -11,6 +11,8 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from triton.runtime.errors import PTXASError  # noqa: E402
+
 from minifloat.formats import E4M3, E5M2, Cast  # noqa: E402
 from minifloat.kernels import activation_grad, beside, blocks, norm, sums, tensorwise  # noqa: E402
 from minifloat.kernels.variant import Config, Launch  # noqa: E402
@@ -170,6 +172,21 @@ def test_kernels_of_one_kind_are_one_on_a_device(monkeypatch: pytest.MonkeyPatch
     device = 1
     assert beside.compiled(both(64)) is not first
     assert [d for d, _ in made] == [0, 0, 1]
+
+
+def test_two_that_do_not_assemble_together_run_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = tensorwise._amax_launch(X)
+    both = beside.beside(cast, cast)
+    assert both is not None
+    active = SimpleNamespace(get_current_target=lambda: None, get_current_device=lambda: 0)
+    monkeypatch.setattr(beside, "_COMPILED", {})
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+
+    def fail(source: Any, **given: Any) -> Any:
+        raise PTXASError("ptxas: internal error")
+
+    monkeypatch.setattr(triton, "compile", fail)
+    assert beside.compiled(both) is None
 
 
 def test_the_kernel_has_the_parameters_of_both() -> None:
