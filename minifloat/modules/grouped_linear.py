@@ -69,7 +69,8 @@ class GroupedLinear(Experts, Projection):
         refuse_unsupported(
             where, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, ub_name=ub_name
         )
-        if not hasattr(num_gemms, "__index__") or num_gemms < 1:
+        counts = hasattr(num_gemms, "__index__") and not isinstance(num_gemms, bool)
+        if not counts or num_gemms < 1:
             raise ValueError(f"{where}: num_gemms: got {num_gemms!r}; an int >= 1 is needed")
         if use_grouped_tensor is not None and not isinstance(use_grouped_tensor, bool):
             raise TypeError(
