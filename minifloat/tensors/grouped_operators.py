@@ -69,7 +69,7 @@ def flat(t: Any) -> Tensor:
 
 def _unbind(func: Any, t: Any, dim: int = 0) -> Any:
     """The members, where they are stacked: what is written there is written here."""
-    if dim % t.dim() != 0 or not t.all_same_shape():
+    if dim not in (0, -t.dim()) or not t.all_same_shape():
         return NotImplemented
     members = t.split_into_quantized_tensors()
     return members if isinstance(members[0], Tensor) else NotImplemented

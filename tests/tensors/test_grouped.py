@@ -404,6 +404,7 @@ def test_the_flag_that_leaves_everything() -> None:
         lambda g: g.diagonal(),
         lambda g: g.unfold(0, 2, 1),
         lambda g: g.unbind(1),
+        lambda g: g.unbind(3),
         lambda g: g.view(torch.int32),
         lambda g: g.as_strided((2, 17), (17, 1)),
     ],
