@@ -339,7 +339,8 @@ class Experts(Module):
             ragged.check_sizes(found, num, rows, name)
             if traced:
                 return torch.tensor(found, dtype=torch.int64, device=device)
-            return _uploaded(torch.tensor(found, dtype=torch.int64), device, name)
+            host = torch.tensor(found, dtype=torch.int64, device="cpu")  # whatever the default is
+            return _uploaded(host, device, name)
         if given.dtype not in _INTEGERS or tuple(given.shape) != (num,):
             raise ValueError(
                 f"{name}: got {given.dtype} of shape {tuple(given.shape)}; integers of shape "
@@ -570,6 +571,8 @@ class Later:
 # ------------------------------------------------------------------------------------------ sizes
 def _uploaded(sizes: Tensor, device: torch.device, name: str) -> Tensor:
     """Sizes of the host on `device`; a copy from pinned memory waits for nothing."""
+    if device.type == "meta":  # shapes alone, which the sizes themselves decide
+        return sizes
     if device.type != "cuda":
         return sizes.to(device)
     if torch.cuda.is_current_stream_capturing():

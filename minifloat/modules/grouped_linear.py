@@ -264,7 +264,7 @@ class GroupedLinear(Experts, Projection):
 def _run(work: Any, call: Any, tensors: tuple[Any, ...], trains: bool) -> Any:
     """The operation, out of reach of torch.autocast, which has had its say."""
     device = tensors[1].device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False), torch.set_grad_enabled(trains):
             return autograd.run(work, call, *tensors, shield=device)
     if torch.compiler.is_compiling() and not trains:
