@@ -301,7 +301,7 @@ class Experts(Module):
 
     # ------------------------------------------------------------------------------------ checks
     def _check_alike(self, owners: list[Any]) -> None:
-        """Raise unless the experts' parameters have one dtype, and one shape of each kind."""
+        """Raise unless the experts' parameters have one dtype, and each the shape of its kind."""
         biases = self._biases()
         dtypes = {p.dtype for p in (*owners, *biases)}
         if len(dtypes) > 1:
@@ -309,12 +309,16 @@ class Experts(Module):
                 f"{self._where()}: the parameters have dtypes {sorted(map(str, dtypes))}; all "
                 "experts must have one"
             )
-        for kind, each in (("weights", owners), ("biases", biases)):
-            if any([p.shape != each[0].shape for p in each]):  # noqa: C419  (2.11 traces lists)
+        n, k, num = self.out_features, self.in_features, self.num_gemms
+        for kind, each, single, one in (
+            ("weights", owners, self.single_grouped_weight, (n, k)),
+            ("biases", biases, self.single_grouped_bias, (n,)),
+        ):
+            needed = (num, *one) if single else one
+            if any([p.shape != needed for p in each]):  # noqa: C419  (2.11 traces lists)
                 shapes = sorted({tuple(p.shape) for p in each})
-                raise ValueError(
-                    f"{self._where()}: {kind}: got shapes {shapes}; all experts must have one"
-                )
+                rule = "one parameter has" if single else "all experts must have one,"
+                raise ValueError(f"{self._where()}: {kind}: got shapes {shapes}; {rule} {needed}")
 
     def _check_all_quantized(self, owners: list[Any]) -> None:
         """Raise where the first expert's weight is quantized and another one's is not."""
@@ -335,7 +339,8 @@ class Experts(Module):
             ragged.check_sizes(found, num, rows, name)
             if traced:
                 return torch.tensor(found, dtype=torch.int64, device=device)
-            return _uploaded(torch.tensor(found, dtype=torch.int64), device, name)
+            host = torch.tensor(found, dtype=torch.int64, device="cpu")  # whatever the default is
+            return _uploaded(host, device, name)
         if given.dtype not in _INTEGERS or tuple(given.shape) != (num,):
             raise ValueError(
                 f"{name}: got {given.dtype} of shape {tuple(given.shape)}; integers of shape "
@@ -566,6 +571,8 @@ class Later:
 # ------------------------------------------------------------------------------------------ sizes
 def _uploaded(sizes: Tensor, device: torch.device, name: str) -> Tensor:
     """Sizes of the host on `device`; a copy from pinned memory waits for nothing."""
+    if device.type == "meta":  # shapes alone, which the sizes themselves decide
+        return sizes
     if device.type != "cuda":
         return sizes.to(device)
     if torch.cuda.is_current_stream_capturing():

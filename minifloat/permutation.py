@@ -352,7 +352,7 @@ def _chunk_rows(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tuple
             f"most the {inp.shape[0]} rows",
         )
         _require(
-            (order.sort().values == torch.arange(order.shape[0])).all(),
+            (order.sort().values == torch.arange(order.shape[0], device=order.device)).all(),
             f"sorted_index: got {order.tolist()}; each of the {order.shape[0]} chunks once is "
             "needed",
         )

@@ -258,6 +258,8 @@ def _weight_col(kept: list[Any], num: int, n: int, call: Call) -> Grouped:
     shape = (num * n, call.features)
     if not plan.override:
         return Grouped(data, scale, amax, plan.w_col, shape, True)
+    if plan.override == "high_precision":
+        return _high(data, True)  # as it is: torch.autocast has no say in what a Linear reads here
     return _high(
         _values(Grouped(data, scale, amax, plan.w_row, shape, False), num, call.dtype), True
     )

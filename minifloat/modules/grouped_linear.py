@@ -69,7 +69,8 @@ class GroupedLinear(Experts, Projection):
         refuse_unsupported(
             where, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, ub_name=ub_name
         )
-        if not hasattr(num_gemms, "__index__") or num_gemms < 1:
+        counts = hasattr(num_gemms, "__index__") and not isinstance(num_gemms, bool)
+        if not counts or num_gemms < 1:
             raise ValueError(f"{where}: num_gemms: got {num_gemms!r}; an int >= 1 is needed")
         if use_grouped_tensor is not None and not isinstance(use_grouped_tensor, bool):
             raise TypeError(
@@ -263,7 +264,7 @@ class GroupedLinear(Experts, Projection):
 def _run(work: Any, call: Any, tensors: tuple[Any, ...], trains: bool) -> Any:
     """The operation, out of reach of torch.autocast, which has had its say."""
     device = tensors[1].device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False), torch.set_grad_enabled(trains):
             return autograd.run(work, call, *tensors, shield=device)
     if torch.compiler.is_compiling() and not trains:

@@ -17,6 +17,7 @@ from . import operators
 from .declared import Declared
 from .grouped_storage import GroupedTensorStorage
 from .storage import _infer
+from .views import read_only
 
 __all__ = ["HANDLERS", "flat", "refuse", "refused"]
 
@@ -42,7 +43,8 @@ def _is_group(value: object) -> bool:
 
 
 def _view(func: Any, t: Any, shape: Sequence[int]) -> Any:
-    """The same shape, or all values in a row: the row buffer, or a copy where that has codes.
+    """The same shape, or all values in a row: the row buffer, or where that has codes a copy, which
+    cannot be written.
 
     DDP takes parameters to its buckets this way. (`GroupedTensor.view` gives codes.)
     """
@@ -51,7 +53,9 @@ def _view(func: Any, t: Any, shape: Sequence[int]) -> Any:
         return t._aliased()
     if size != (t.numel(),):
         raise refuse(t, f"view{tuple(shape)}")
-    return flat(t) if t._quantizer is None else t._dequantize(t.dtype).view(-1)
+    if t._quantizer is None:
+        return flat(t)
+    return read_only(t._dequantize(t.dtype).view(-1), type(t).__name__)
 
 
 def flat(t: Any) -> Tensor:
@@ -65,7 +69,7 @@ def flat(t: Any) -> Tensor:
 
 def _unbind(func: Any, t: Any, dim: int = 0) -> Any:
     """The members, where they are stacked: what is written there is written here."""
-    if dim % t.dim() != 0 or not t.all_same_shape():
+    if dim not in (0, -t.dim()) or not t.all_same_shape():
         return NotImplemented
     members = t.split_into_quantized_tensors()
     return members if isinstance(members[0], Tensor) else NotImplemented

@@ -580,6 +580,9 @@ def test_sequences() -> None:
 def test_norms_are_recognised_by_what_they_compute(dtype: torch.dtype) -> None:
     assert norm_spec(RmsNorm().to(dtype)) == NormSpec(True, 1e-6)
     assert norm_spec(RmsNorm(1.0).to(dtype)) == NormSpec(True, 1e-6, True)
+    other = RmsNorm().to(dtype)
+    with torch.device("meta"):  # the default device has no say
+        assert norm_spec(other) == NormSpec(True, 1e-6)
     wrong = RmsNorm().to(dtype)
     wrong.variance_epsilon = 1e-3
     assert "something else" in str(norm_spec(wrong))

@@ -367,13 +367,25 @@ def test_gradients_add_up_beside_a_buffer_that_is_used_again(kind: str) -> None:
     assert torch.equal(*found)
 
 
-def test_torch_autocast() -> None:
-    layer, alone = pair(None)
-    x = torch.randn(ROWS, K)
-    with torch.autocast("cpu", torch.bfloat16), context(MORE["current"]()):
-        y = layer(x, SPLITS)
-        ys = [one(p) for one, p in zip(alone, torch.split(x, SPLITS), strict=True)]
+@pytest.mark.parametrize("name", ["current", "high_precision", "dequantized"])
+@pytest.mark.parametrize("single", [False, True], ids=["discrete", "single"])
+def test_torch_autocast(name: str, single: bool) -> None:
+    """The gradient of the input reads the weights that a Linear reads: before their cast to bf16,
+    where backward is in high precision."""
+    recipe = MORE[name]()
+    layer, alone = pair(recipe, **(SINGLE if single else {}))
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(ROWS, K).requires_grad_()
+        parts = [p.detach().clone().requires_grad_() for p in torch.split(x, SPLITS)]
+        with context(recipe):
+            y = layer(x, SPLITS)
+            ys = [one(p) for one, p in zip(alone, parts, strict=True)]
+    grad = torch.randn(ROWS, N).bfloat16()
+    y.backward(grad)
+    torch.autograd.backward(ys, list(torch.split(grad, SPLITS)))
     assert y.dtype is torch.bfloat16 and torch.equal(y, torch.cat(ys))
+    assert x.grad is not None and torch.equal(x.grad, torch.cat([p.grad for p in parts]))
+    agree(layer, alone)
 
 
 def test_calibration() -> None:

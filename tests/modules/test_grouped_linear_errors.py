@@ -17,6 +17,7 @@ from .test_linear_errors import compiles, refused
 
 CURRENT, DELAYED = recipes.Float8CurrentScaling(), recipes.DelayedScaling(amax_history_len=4)
 SPLITS = [5, 0, 33, 17]
+SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
 MOE = r"GroupedLinear\(moe\)"
 
 
@@ -191,3 +192,38 @@ def test_experts_of_no_features(recipe: Any, single: bool) -> None:
     y.sum().backward()
     assert y.shape == (5, 11, 64) and inp.grad is not None
     assert torch.equal(layer.bias2.grad, torch.full((64,), 33.0))
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT, recipes.MXFP8BlockScaling()])
+@pytest.mark.parametrize(
+    ("kwargs", "name", "shape", "rule"),
+    [
+        ({}, "weight", (64, 40), r"all experts must have one, \(64, 48\)"),
+        ({}, "weight", (72, 48), r"all experts must have one, \(64, 48\)"),
+        ({}, "bias", (72,), r"all experts must have one, \(64,\)"),
+        (SINGLE, "weight", (4, 64, 40), r"one parameter has \(4, 64, 48\)"),
+        (SINGLE, "weight", (5, 64, 48), r"one parameter has \(4, 64, 48\)"),
+        (SINGLE, "bias", (5, 64), r"one parameter has \(4, 64\)"),
+    ],
+)
+def test_parameters_of_another_size(
+    kwargs: Any, name: str, shape: Any, rule: str, recipe: Any
+) -> None:
+    """All alike, and not what the layer was made for: codes were read as of its own sizes."""
+    layer = make(**kwargs)
+    for key in [k for k, _ in layer.named_parameters() if k.startswith(name)]:
+        setattr(layer, key, nn.Parameter(torch.randn(shape)))
+    match = rf"{MOE}: (weights|biases): got shapes .*; {rule}"
+    with (
+        mf.autocast(enabled=recipe is not None, recipe=recipe),
+        pytest.raises(ValueError, match=match),
+    ):
+        layer(x(), SPLITS)
+
+
+@pytest.mark.parametrize("num", [0, -1, 2.5, True, "2"])
+def test_how_many_experts(num: Any) -> None:
+    with pytest.raises(ValueError, match="num_gemms: got .*; an int >= 1"):
+        mf.GroupedLinear(num, 48, 64, device="cpu")
+    with pytest.raises(ValueError, match="num_groups: got .*; an int >= 1"):
+        mf.ops.GroupedLinear(num, 48, 64, device="cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minifloat as mf
 from minifloat import ops
@@ -540,3 +541,27 @@ def test_initial_values_are_kept(kwargs: Any) -> None:
     for w in owners:
         w.clear_high_precision_init_val()
         assert w.get_high_precision_init_val() is None
+
+
+# ------------------------------------------------------------------------------------------ devices
+@pytest.mark.parametrize("kwargs", [{}, SINGLE], ids=["discrete", "single"])
+@pytest.mark.parametrize("name", ["none", *RECIPES])
+def test_shapes_without_values(name: str, kwargs: Any) -> None:
+    """As of a Linear: a layer on the meta device, and one of fake tensors, tell them of a step."""
+    recipe = None if name == "none" else RECIPES[name]()
+    for region in (torch.device("meta"), FakeTensorMode()):
+        with region, mf.autocast(enabled=recipe is not None, recipe=recipe):
+            layer = make(device=None, **kwargs)
+            x = torch.randn(55, 48, requires_grad=True)
+            y = layer(x, SPLITS)
+        with region if isinstance(region, FakeTensorMode) else contextlib.nullcontext():
+            y.sum().backward()
+        assert y.shape == (55, 64) and x.grad is not None and x.grad.shape == x.shape
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in layer.parameters())
+
+
+def test_splits_in_a_list_whatever_the_default_device_is() -> None:
+    layer, x = make(), torch.randn(55, 48)
+    with torch.device("meta"):
+        y = layer(x, SPLITS)
+    assert torch.equal(y, layer(x, SPLITS))

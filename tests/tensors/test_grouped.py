@@ -404,6 +404,7 @@ def test_the_flag_that_leaves_everything() -> None:
         lambda g: g.diagonal(),
         lambda g: g.unfold(0, 2, 1),
         lambda g: g.unbind(1),
+        lambda g: g.unbind(3),
         lambda g: g.view(torch.int32),
         lambda g: g.as_strided((2, 17), (17, 1)),
     ],
@@ -422,6 +423,9 @@ def test_values_in_a_row(kind: str) -> None:
     expected = group.dequantize()
     for row in (torch.flatten(group), torch.reshape(group, (-1,)), group.ravel()):
         assert row.dtype == group.dtype and torch.equal(row, expected.reshape(-1))
+        with pytest.raises(mf.UsageError, match="self is a view of a GroupedTensor's values"):
+            row.mul_(2)  # it would be lost
+    assert torch.equal(group.dequantize(), expected)
 
 
 @pytest.mark.parametrize("kind", ["current", "block_1d", "mxfp8", "nvfp4"])

@@ -64,8 +64,8 @@ def norm_spec(module: Any) -> NormSpec | str:
 
 def _agrees(module: Any, spec: NormSpec) -> bool:
     weight: Tensor = module.weight
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, weight.shape[0], generator=generator).to(weight)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(4, weight.shape[0], generator=generator, device="cpu").to(weight)
     with torch.no_grad():
         for size in (1.0, spec.eps_of(x.dtype) ** 0.5):
             try:

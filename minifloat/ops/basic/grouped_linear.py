@@ -86,8 +86,8 @@ class GroupedLinear(Experts, QuantizedOperation):
             ("in_features", in_features),
             ("out_features", out_features),
         ):
-            if value < 1:
-                raise ValueError(f"GroupedLinear: {name}: got {value}; it must be positive")
+            if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+                raise ValueError(f"GroupedLinear: {name}: got {value!r}; an int >= 1 is needed")
         device = default_device(device)
         super().__init__(device)
         self._probe: Any = None  # while somebody looks at the operands
