@@ -25,13 +25,10 @@ print(json.dumps({
 }))
 """
 
+# To import it is an error, and to look for it finds nothing, as PyTorch's CUDA builds do.
 NO_TRITON = """
 import sys
-class NoTriton:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "triton":
-            raise ImportError(f"{name} is blocked")
-sys.meta_path.insert(0, NoTriton())
+sys.modules["triton"] = None
 """
 
 
