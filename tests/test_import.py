@@ -14,9 +14,9 @@ REPORT = """
 import json, sys, time
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()  # a machine that is busy with others adds to the clock on the wall
 import minifloat
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps({
     "seconds": seconds,
     "triton": [m for m in sys.modules if m.partition(".")[0] == "triton" and m not in before],
@@ -48,7 +48,7 @@ def test_import_is_light() -> None:
     for report in reports:
         assert report["triton"] == []
         assert report["cuda"] is False
-    # The least of them: whatever else the machine does can only add.
+    # The least of them: caches that others have emptied can only add.
     assert min(report["seconds"] for report in reports) < MAX_SECONDS
 
 
