@@ -108,9 +108,9 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-enum { PLAIN, TENSOR, SEVERAL, INTERNED, FOREIGN };
+enum { PLAIN, TENSOR, SEVERAL, INTERNED, FOREIGN, TOLD };
 
-static PyObject *get_device, *shape, *stride, *dtype, *data_ptr;
+static PyObject *get_device, *shape, *stride, *dtype, *data_ptr, *told;
 
 /* Whether list takes a new reference, which may be NULL after an error. */
 static inline int append(PyObject *list, PyObject *item) {
@@ -125,6 +125,20 @@ static int64_t ask(PyObject *object, PyObject *method) {
     int64_t value = found == NULL ? -1 : (int64_t)PyLong_AsUnsignedLongLongMask(found);
     Py_XDECREF(found);
     return value;
+}
+
+/* What was told of a tuple once, (key, tensors, index of their device), again; a `tell`. */
+static int repeat(PyObject *all, PyObject *key, PyObject *found, long index) {
+    PyObject *its_key, *tensors;
+    long where;
+    if (!PyArg_ParseTuple(all, "OO!l", &its_key, &PyTuple_Type, &tensors, &where))
+        return -1;
+    if (where != index)
+        return 0;
+    int status = PyList_Append(key, its_key);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors) && status == 0; i++)
+        status = PyList_Append(found, PyTuple_GET_ITEM(tensors, i));
+    return status == 0 ? 1 : -1;
 }
 
 /* 1: told, 0: of something that no key tells, -1: an error is set. programs.walk says it in Python. */
@@ -145,6 +159,14 @@ static int tell(PyObject *parts, PyObject *part_of, PyObject *value, PyObject *k
         long what = part == NULL ? -1 : PyLong_AsLong(part);
         Py_XDECREF(made);
         status = -1;
+        if (what == TOLD) {
+            made = PyObject_GetAttr(v, told);
+            if (made == Py_None)
+                what = SEVERAL;
+            else if (made != NULL)
+                status = repeat(made, key, found, index);
+            Py_XDECREF(made);
+        }
         if (what == PLAIN) {
             status = PyList_Append(key, v) == 0 ? 1 : -1;
         } else if (what == TENSOR) {
@@ -222,5 +244,6 @@ PyMODINIT_FUNC PyInit_minifloat_batch(void) {
     stride = PyUnicode_InternFromString("stride");
     dtype = PyUnicode_InternFromString("dtype");
     data_ptr = PyUnicode_InternFromString("data_ptr");
+    told = PyUnicode_InternFromString("told");
     return PyModule_Create(&module);
 }

@@ -214,6 +214,10 @@ class Module(nn.Module):
             if not repeated():  # whose graph changes no objects: see DelayedState.ran
                 state.__dict__["used"] = True
                 note(state, plan, recipe, roles)
+        if entry is None and not library.traced():
+            held = state.held(plan)
+            slots = held.backward if torch.is_grad_enabled() else None
+            return Begun(plan, held.live, slots, group, calibration, None, False)
         x: Live | None = state.live("input") if plan.delayed[0] else None
         w: Live | None = state.live("weight") if plan.delayed[1] else None
         g = state.live("grad_output") if plan.delayed[3] else None

@@ -25,6 +25,7 @@ from .recorder import Recorder
 from .writer import Program
 
 __all__ = [
+    "Told",
     "again",
     "alone",
     "forbid",
@@ -35,12 +36,15 @@ __all__ = [
     "recording",
     "replay",
     "sight",
+    "tell",
     "walk",
 ]
 
 _AS_IS = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device, type})
-_PLAIN, _TENSOR, _SEVERAL, _INTERNED, _FOREIGN = range(5)  # as in batch.c
+_PLAIN, _TENSOR, _SEVERAL, _INTERNED, _FOREIGN, _TOLD = range(6)  # as in batch.c
 _PARTS: dict[type, int] = {}  # `_part` of the types that were seen
+# What `walk` found: a key, the tensors, and the index of their device.
+Told = tuple[tuple[Hashable, ...], tuple[Tensor, ...], int]
 
 
 class _Local(threading.local):
@@ -123,6 +127,8 @@ def _walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
         part = _PARTS.get(kind)
         if part is None:
             part = _PARTS[kind] = _part(kind)
+        if part == _TOLD and v.told is None:
+            part = _SEVERAL
         if part == _PLAIN:
             key.append(v)
         elif part == _TENSOR:
@@ -139,13 +145,30 @@ def _walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
                 return False
         elif part == _INTERNED:
             key.append(id(v))
+        elif part == _TOLD:
+            told, tensors, where = v.told
+            if where != index:
+                return False
+            key.append(told)
+            found += tensors
         else:
             return False
     return True
 
 
+def tell(value: Any, index: int) -> Told | None:
+    """What `walk` finds in a tuple, for its attribute `told`, and then it is not walked again: for
+    one that many calls are given, by who sees to it that its tensors stay as they are. None: no key
+    tells it."""
+    key: list[Any] = []
+    found: list[Tensor] = []
+    return (tuple(key), tuple(found), index) if walk(value, key, found, index) else None
+
+
 def _part(kind: type) -> int:
     """What objects of this type are to a key."""
+    if hasattr(kind, "told"):
+        return _TOLD
     if kind in _AS_IS:
         return _PLAIN
     if kind is Tensor or kind is Parameter:

@@ -272,8 +272,21 @@ class Colour(IntEnum):
     RED = 1
 
 
+class Given(tuple[Any, ...]):
+    told: programs.Told | None = None
+
+
+def given(*items: Any, index: int = -1) -> Given:
+    made = Given(items)
+    made.told = programs.tell(items, index)
+    return made
+
+
 TOLD: tuple[Any, ...] = (
     (),
+    (1, given(torch.empty(2, 3), (torch.empty(4).t(), 2)), torch.empty(5)),
+    (1, Given((torch.empty(2, 3), 2))),  # never told
+    (1, given(torch.empty(2, 3), object())),  # what cannot be told
     (1, True, 2.5, "a", None, torch.float8_e4m3fn, torch.device("cpu"), int),
     (torch.empty(3, 4), [torch.empty(4, 3).t(), (torch.nn.Parameter(torch.empty(2)), None)], 7),
     (torch.empty(9, dtype=torch.uint8)[3:], torch.empty(0, 5), torch.empty(())),

@@ -180,7 +180,8 @@ def _update(ran: Ran | None) -> None:
         state, limits, rule, group, ran = ran
         if id(state) not in seen:
             seen.add(id(state))
-            steps.append((state.forward_slots(limits), _rule(rule), group))
+            rule = _rule(rule)
+            steps.append((state.ending(limits, rule), rule, group))
     if steps:
         update_all(steps)
 

@@ -8,6 +8,7 @@ written in place, so that graphs and CUDA graphs see every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import collectives, library, programs, reference, scalars
 from ..quantizers import Float8Quantizer
-from .plan import DelayedUpdate
+from .plan import DelayedUpdate, Plan
 
 __all__ = ["SLOTS", "DelayedState", "Slots", "update", "update_all"]
 
@@ -42,6 +43,40 @@ class Slots(NamedTuple):
     limits: tuple[float, ...]
 
 
+class _Live(tuple[Any, ...]):
+    """(scale, amax), or None, of (input, weight, grad_output)."""
+
+    told: programs.Told | None = None
+
+
+class _Backward(Slots):
+    told: programs.Told | None = None
+
+
+class _Forward(Slots):
+    step: scalars.Step | None = None  # that ends one of forward; None: a function may decide
+
+
+class _Step(scalars.Step):
+    told: programs.Told | None = None
+
+
+class Held(NamedTuple):
+    """What eager calls by a plan are given of a state: made, and told to `programs`, once."""
+
+    plan: Plan
+    buffers: tuple[Tensor, ...]
+    device: int  # of theirs
+    live: tuple[Any, Any, Any]
+    backward: Slots
+    forward: Slots
+
+    def fits(self, buffers: Iterable[Any]) -> bool:
+        """Whether these are the buffers, and where they were: `fully_shard` moves them in place."""
+        here = self.buffers[0].get_device() == self.device
+        return here and all(map(is_, self.buffers, buffers))
+
+
 class DelayedState(nn.Module):
     """Scale, amax and history of the five slots of a linear layer, or of `members` of them.
 
@@ -66,6 +101,7 @@ class DelayedState(nn.Module):
             history = torch.zeros(HISTORY, columns, dtype=torch.float32, device=device)
             self.register_buffer(f"history_{name}", history, persistent=False)
         self.used = False
+        self._held: Held | None = None
 
     def reset(self) -> None:
         """As new: scales 1, nothing recorded."""
@@ -78,6 +114,37 @@ class DelayedState(nn.Module):
         held: Any = self._buffers
         scale, amax = _LIVE[slot]
         return held[scale], held[amax]
+
+    def held(self, plan: Plan) -> Held:
+        """What an eager call by `plan` is given, the same objects as long as nothing changed."""
+        held = self._held
+        if held is None or held.plan is not plan or not held.fits(self._buffers.values()):
+            held = self._hold(plan)
+            self.__dict__["_held"] = held  # not by nn.Module's, which looks for tensors
+        return held
+
+    def _hold(self, plan: Plan) -> Held:
+        assert plan.update is not None
+        buffers = tuple(self.buffers())
+        at = buffers[0].get_device()
+        x, w, g = plan.delayed[0], plan.delayed[1], plan.delayed[3]
+        of = zip(("input", "weight", "grad_output"), (x, w, g), strict=True)
+        live = _told(_Live([self.live(slot) if delayed else None for slot, delayed in of]), at)
+        backward = _told(_Backward(*self.backward_slots(plan.backward_limits)), at)
+        forward = _Forward(*self.forward_slots(plan.forward_limits))
+        step = _plain(forward, plan.update)
+        forward.step = None if step is None else _told(_Step(*step), at)
+        return Held(plan, buffers, at, live, backward, forward)
+
+    def ending(self, limits: tuple[float, ...], rule: DelayedUpdate) -> Slots:
+        """The slots of forward, at the end of a step outside of graphs."""
+        held = self._held
+        if held is None or held.plan.update is not rule or held.plan.forward_limits != limits:
+            return self.forward_slots(limits)
+        return held.forward if held.fits(self._buffers.values()) else self.forward_slots(limits)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_held": None}
 
     def fit(self, length: int) -> None:
         """Histories of `length` rows: shorter keeps the first ones, longer ends in zeros."""
@@ -231,6 +298,12 @@ def _reduce(steps: list[tuple[Slots, DelayedUpdate, str | None]], groups: Iterab
                 _write(amax, part)
 
 
+def _told(made: Any, device: int) -> Any:
+    """A tuple that many calls are given, with what it tells; None where no program could be."""
+    made.told = programs.tell(made, device)
+    return made
+
+
 def _within(slots: Slots, rule: DelayedUpdate) -> Slots:
     """The slots with as much history as the rule asks for: a graph cannot shorten it, see `fit`."""
     if slots.history.shape[0] <= rule.history_len:
@@ -247,6 +320,8 @@ def _shared(rule: DelayedUpdate, group: str | None, world: str | None) -> str | 
 
 def _plain(slots: Slots, rule: DelayedUpdate) -> scalars.Step | None:
     """The step as a kernel takes it; None: a function of the recipe's has a part in it."""
+    if isinstance(slots, _Forward) and slots.step is not None:
+        return slots.step
     algorithm = rule.amax_algo
     if rule.scale_algo is not None or not isinstance(algorithm, str):
         return None
