@@ -272,6 +272,12 @@ class Colour(IntEnum):
     RED = 1
 
 
+def nested() -> torch.Tensor:
+    """A tensor that has no shape."""
+    shape, strides, start = torch.tensor([[2, 2]]), torch.tensor([[2, 1]]), torch.tensor([0])
+    return torch._nested_view_from_buffer(torch.empty(4), shape, strides, start)
+
+
 TOLD: tuple[Any, ...] = (
     (),
     (1, True, 2.5, "a", None, torch.float8_e4m3fn, torch.device("cpu"), int),
@@ -282,6 +288,7 @@ TOLD: tuple[Any, ...] = (
     (1, Colour.RED),
     (1, torch.empty(2, device="meta"), 2),
     (torch.eye(3).to_sparse(), 1),
+    (nested(), 1),
     (1, object()),
     (1, [2, {3: 4}]),
 )
