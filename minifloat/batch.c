@@ -173,19 +173,19 @@ static int tell(PyObject *parts, PyObject *part_of, PyObject *value, PyObject *k
             int64_t device = ask(v, get_device);
             if (PyErr_Occurred())
                 break;
-            if (device != index) {
-                status = 0;
-            } else if (append(key, PyObject_GetAttr(v, shape)) &&
-                       append(key, PyObject_CallMethodNoArgs(v, stride)) &&
-                       append(key, PyObject_GetAttr(v, dtype))) {
+            status = 0;
+            if (device == index && append(key, PyObject_GetAttr(v, shape)) &&
+                append(key, PyObject_CallMethodNoArgs(v, stride)) &&
+                append(key, PyObject_GetAttr(v, dtype))) {
                 int64_t address = ask(v, data_ptr);
                 if (!PyErr_Occurred())
                     status = append(key, PyLong_FromLong((long)(address & 15))) &&
-                                     PyList_Append(found, v) == 0
-                                 ? 1
-                                 : -1;
-                else if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-                    PyErr_Clear(); /* no memory of its own: sparse, or of a transform */
+                             PyList_Append(found, v) == 0;
+            }
+            if (PyErr_Occurred()) {
+                status = -1;
+                if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+                    PyErr_Clear(); /* no memory of its own: sparse, nested, or of a transform */
                     status = 0;
                 }
             }

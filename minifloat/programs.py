@@ -136,7 +136,7 @@ def _walk(value: Any, key: list[Any], found: list[Tensor], index: int) -> bool:
                 return False
             try:
                 key += (v.shape, v.stride(), v.dtype, v.data_ptr() & 15)
-            except RuntimeError:  # one without memory of its own: sparse, or of a transform
+            except RuntimeError:  # one without memory of its own: sparse, nested, or of a transform
                 return False
             found.append(v)
         elif part == _SEVERAL:

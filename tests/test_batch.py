@@ -282,6 +282,12 @@ def given(*items: Any, index: int = -1) -> Given:
     return made
 
 
+def nested() -> torch.Tensor:
+    """A tensor that has no shape."""
+    shape, strides, start = torch.tensor([[2, 2]]), torch.tensor([[2, 1]]), torch.tensor([0])
+    return torch._nested_view_from_buffer(torch.empty(4), shape, strides, start)
+
+
 TOLD: tuple[Any, ...] = (
     (),
     (1, given(torch.empty(2, 3), (torch.empty(4).t(), 2)), torch.empty(5)),
@@ -295,6 +301,7 @@ TOLD: tuple[Any, ...] = (
     (1, Colour.RED),
     (1, torch.empty(2, device="meta"), 2),
     (torch.eye(3).to_sparse(), 1),
+    (nested(), 1),
     (1, object()),
     (1, [2, {3: 4}]),
 )
