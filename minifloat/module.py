@@ -6,7 +6,7 @@ operations need of it; nothing below a module reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -288,11 +288,7 @@ class Module(nn.Module):
             state_dict = {k: v for k, v in state_dict.items() if k != key}
         if any(isinstance(p, QuantizedTensorStorage) for p in self.parameters(recurse=False)):
             # Values that are quantized on the way in are so by the checkpoint's scale.
-            for name, held in self.named_modules():
-                if isinstance(held, DelayedState):
-                    held._load_from_state_dict(
-                        state_dict, f"{prefix}{name}.", local_metadata, False, [], [], []
-                    )
+            self._load_scales(state_dict, prefix, local_metadata)
         super()._load_from_state_dict(
             state_dict,
             prefix,
@@ -307,6 +303,17 @@ class Module(nn.Module):
         for held in self.modules() if real else ():
             if isinstance(held, DelayedState):
                 held.materialise(real[0])
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._load_scales(state_dict, prefix, local_metadata)  # to link what is to stay
+            self._link()
+
+    def _load_scales(self, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        """Load delayed scaling's state, which PyTorch does after the parameters."""
+        for name, held in self.named_modules():
+            if isinstance(held, DelayedState):
+                held._load_from_state_dict(
+                    state_dict, f"{prefix}{name}.", local_metadata, False, [], [], []
+                )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         held = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
@@ -314,7 +321,23 @@ class Module(nn.Module):
         for name, attributes in held.items():  # those of a quantized parameter are left behind
             now = vars(self._parameters[name])
             now.update({k: v for k, v in attributes.items() if k not in now})
+        self._link()
         return self
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._link()  # a pickle has one member's scale beside those of all
+
+    def _link(self) -> None:
+        """Quantized weights go by delayed scaling's state, wherever either has come from."""
+        for weight, state, member in self._scaled_weights():
+            if isinstance(weight, QuantizedTensorStorage):
+                state.adopt(weight, member)
+
+    def _scaled_weights(self) -> Iterable[tuple[Any, DelayedState, int | None]]:
+        """(weight, the state that its scale is in, which member of it that is)."""
+        state: Any = self._modules.get("delayed")
+        return [(p, state, None) for p in self.parameters(recurse=False)]
 
     def _where(self) -> str:
         """How messages call this module."""
