@@ -194,8 +194,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage, quantizers=(HybridQua
         return self._each(lambda sub: sub._viewed(tuple(shape)))
 
     def _cut(self, start: int, end: int) -> Any:
+        if self._unflat is not None:
+            return None
         subs = self._each(lambda sub: sub._cut(start, end))
-        if self._unflat is not None or any(subs[attr] is None for attr in self._subs()):
+        if any(subs[attr] is None for attr in self._subs()):
             return None
         return self._like(subs, (end - start, *self.shape[1:]))
 
