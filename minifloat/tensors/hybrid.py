@@ -162,6 +162,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage, quantizers=(HybridQua
         for attr, sub in self._subs().items():
             if attr in src._subs():
                 sub.copy_from_storage(src._subs()[attr])
+        self._written()
 
     def _check_source(self, src: Any) -> None:
         super()._check_source(src)
