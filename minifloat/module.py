@@ -15,7 +15,7 @@ from torch import nn
 from . import extra_state, library, scalars
 from .formats import HIGH
 from .operands import Live
-from .recipe.autocast import STATE, note, repeated, settle
+from .recipe.autocast import STATE, counts, note, repeated, settle
 from .recipe.base import Recipe, check_recipe
 from .recipe.delayed import BACKWARD, FORWARD, DelayedState, Slots, update
 from .recipe.plan import Plan
@@ -127,8 +127,8 @@ class Module(nn.Module):
         """Of the slots of `get_quantizer_roles`: {"scaling_fwd": [...], "scaling_bwd": [...]}.
 
         What a forward of one's own asks, in compiled code too; empty lists where no recipe is in
-        force. A slot that scales by history has a quantizer on this module's state, which the
-        outermost autocast updates on leaving; eager only.
+        force. A slot that scales by history has a quantizer on this module's state; eager only.
+        The outermost autocast updates forward's on leaving, the next forward that asks backward's.
         """
         recipe = self._in_force()
         if not torch.compiler.is_compiling():
@@ -150,7 +150,19 @@ class Module(nn.Module):
                 f"{self._where()}: quantizers with delayed scaling inside torch.compile: a graph "
                 "cannot hold a scale that is live; use current scaling"
             )
+        if (len(made[0]), len(made[1])) != (len(FORWARD), len(BACKWARD)):
+            raise NotImplementedError(
+                f"{self._where()}: quantizers with delayed scaling: its state has the slots of a "
+                f"linear layer, {FORWARD} and {BACKWARD}; return as many roles, or use a recipe "
+                "without it"
+            )
         begun = self._begin()  # and the note for autocast
+        self._end(begun)
+        if not begun.replays and counts():
+            # No backward of ours ends with this step: what the last one recorded counts from here.
+            rule = begun.plan.update
+            assert rule is not None
+            update(self.delayed.backward_slots(begun.plan.backward_limits), rule, begun.group)
         found = []
         for slots, of in zip((FORWARD, BACKWARD), made, strict=True):
             pairs = zip(slots, of, strict=True)
@@ -263,8 +275,12 @@ class Module(nn.Module):
         recipe = STATE.recipe if STATE.depth else None
         state: Any = self._modules.get("delayed")  # a module of several products has it in them
         if recipe is not None and state is not None and not state.used:
-            rule = recipe.plan(*self._roles(recipe)).update
-            if rule is not None:
+            roles = self._roles(recipe)
+            made = recipe.quantizers(*roles)
+            linear = (len(made[0]), len(made[1])) == (len(FORWARD), len(BACKWARD))
+            if linear and None in (*made[0], *made[1]):
+                rule = recipe.plan(*roles).update
+                assert rule is not None
                 state.fit(rule.history_len)
                 state.used = True
         super()._save_to_state_dict(destination, prefix, keep_vars)
