@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,7 @@ from .parameters import (
 )
 from .recipe.autocast import STATE
 from .recipe.base import Recipe
+from .recipe.delayed import DelayedState
 from .recipe.plan import Plan, products
 from .tensors import GroupedTensorStorage, QuantizedTensorStorage, as_parameter
 from .tensors.grouped import as_group, group_like
@@ -240,11 +241,14 @@ class Experts(Module):
             self._join()
         return self
 
+    def _scaled_weights(self) -> Iterable[tuple[Any, DelayedState, int]]:
+        return [(w, self.delayed, i) for i, w in enumerate(self._weights())]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Parameters are copied one by one; the copies share a buffer where these do."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
         if self._joined():
             made._join()
         return made

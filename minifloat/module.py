@@ -6,7 +6,7 @@ operations need of it; nothing below a module reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from . import extra_state, library, scalars
 from .formats import HIGH
 from .operands import Live
-from .recipe.autocast import STATE, note, repeated, settle
+from .recipe.autocast import STATE, counts, note, repeated, settle
 from .recipe.base import Recipe, check_recipe
 from .recipe.delayed import BACKWARD, FORWARD, DelayedState, Slots, update
 from .recipe.plan import Plan
@@ -127,8 +127,8 @@ class Module(nn.Module):
         """Of the slots of `get_quantizer_roles`: {"scaling_fwd": [...], "scaling_bwd": [...]}.
 
         What a forward of one's own asks, in compiled code too; empty lists where no recipe is in
-        force. A slot that scales by history has a quantizer on this module's state, which the
-        outermost autocast updates on leaving; eager only.
+        force. A slot that scales by history has a quantizer on this module's state; eager only.
+        The outermost autocast updates forward's on leaving, the next forward that asks backward's.
         """
         recipe = self._in_force()
         if not torch.compiler.is_compiling():
@@ -150,7 +150,19 @@ class Module(nn.Module):
                 f"{self._where()}: quantizers with delayed scaling inside torch.compile: a graph "
                 "cannot hold a scale that is live; use current scaling"
             )
+        if (len(made[0]), len(made[1])) != (len(FORWARD), len(BACKWARD)):
+            raise NotImplementedError(
+                f"{self._where()}: quantizers with delayed scaling: its state has the slots of a "
+                f"linear layer, {FORWARD} and {BACKWARD}; return as many roles, or use a recipe "
+                "without it"
+            )
         begun = self._begin()  # and the note for autocast
+        self._end(begun)
+        if not begun.replays and counts():
+            # No backward of ours ends with this step: what the last one recorded counts from here.
+            rule = begun.plan.update
+            assert rule is not None
+            update(self.delayed.backward_slots(begun.plan.backward_limits), rule, begun.group)
         found = []
         for slots, of in zip((FORWARD, BACKWARD), made, strict=True):
             pairs = zip(slots, of, strict=True)
@@ -267,8 +279,12 @@ class Module(nn.Module):
         recipe = STATE.recipe if STATE.depth else None
         state: Any = self._modules.get("delayed")  # a module of several products has it in them
         if recipe is not None and state is not None and not state.used:
-            rule = recipe.plan(*self._roles(recipe)).update
-            if rule is not None:
+            roles = self._roles(recipe)
+            made = recipe.quantizers(*roles)
+            linear = (len(made[0]), len(made[1])) == (len(FORWARD), len(BACKWARD))
+            if linear and None in (*made[0], *made[1]):
+                rule = recipe.plan(*roles).update
+                assert rule is not None
                 state.fit(rule.history_len)
                 state.used = True
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -292,11 +308,7 @@ class Module(nn.Module):
             state_dict = {k: v for k, v in state_dict.items() if k != key}
         if any(isinstance(p, QuantizedTensorStorage) for p in self.parameters(recurse=False)):
             # Values that are quantized on the way in are so by the checkpoint's scale.
-            for name, held in self.named_modules():
-                if isinstance(held, DelayedState):
-                    held._load_from_state_dict(
-                        state_dict, f"{prefix}{name}.", local_metadata, False, [], [], []
-                    )
+            self._load_scales(state_dict, prefix, local_metadata)
         super()._load_from_state_dict(
             state_dict,
             prefix,
@@ -311,6 +323,17 @@ class Module(nn.Module):
         for held in self.modules() if real else ():
             if isinstance(held, DelayedState):
                 held.materialise(real[0])
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._load_scales(state_dict, prefix, local_metadata)  # to link what is to stay
+            self._link()
+
+    def _load_scales(self, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        """Load delayed scaling's state, which PyTorch does after the parameters."""
+        for name, held in self.named_modules():
+            if isinstance(held, DelayedState):
+                held._load_from_state_dict(
+                    state_dict, f"{prefix}{name}.", local_metadata, False, [], [], []
+                )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         held = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
@@ -318,7 +341,23 @@ class Module(nn.Module):
         for name, attributes in held.items():  # those of a quantized parameter are left behind
             now = vars(self._parameters[name])
             now.update({k: v for k, v in attributes.items() if k not in now})
+        self._link()
         return self
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._link()  # a pickle has one member's scale beside those of all
+
+    def _link(self) -> None:
+        """Quantized weights go by delayed scaling's state, wherever either has come from."""
+        for weight, state, member in self._scaled_weights():
+            if isinstance(weight, QuantizedTensorStorage):
+                state.adopt(weight, member)
+
+    def _scaled_weights(self) -> Iterable[tuple[Any, DelayedState, int | None]]:
+        """(weight, the state that its scale is in, which member of it that is)."""
+        state: Any = self._modules.get("delayed")
+        return [(p, state, None) for p in self.parameters(recurse=False)]
 
     def _where(self) -> str:
         """How messages call this module."""

@@ -27,6 +27,7 @@ from ..parameters import (
 )
 from ..producer import activation as activation_of
 from ..recipe import Recipe
+from ..recipe.delayed import DelayedState
 from ..recipe.roles import QuantizerRole
 from ..tensors import QuantizedTensorStorage
 from .normed import Normed
@@ -260,6 +261,9 @@ class LayerNormMLP(Module, Normed):
         for _, of in self._parts():
             of._cached, of._cached_version = None, None  # it is not moved along
         return super()._apply(fn, recurse)
+
+    def _scaled_weights(self) -> list[tuple[Any, DelayedState, None]]:
+        return [(getattr(self, f"{part}_weight"), of.delayed, None) for part, of in self._parts()]
 
     # ------------------------------------------------------------------------------- forward
     def forward(self, inp: Any, is_first_microbatch: bool | None = None) -> Any:

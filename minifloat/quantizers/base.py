@@ -338,6 +338,7 @@ class Quantizer(abc.ABC):
                 src, seed, getattr(dst, "amax_reduction_group", None)
             )
             dst._write_buffers(made, noop_flag)
+            dst._written()
             for live, before in state:
                 live.copy_(torch.where(noop_flag.reshape(()) == 1, before, live))  # type: ignore[union-attr]
         return dst

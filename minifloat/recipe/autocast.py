@@ -24,6 +24,7 @@ from .replay import in_first_run
 __all__ = [
     "STATE",
     "autocast",
+    "counts",
     "fp8_autocast",
     "fp8_model_init",
     "note",
@@ -153,11 +154,11 @@ def settle() -> None:
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled():
             _update(ran)
-    elif ran is not None and not _in_backward() and _counts():
+    elif ran is not None and not _in_backward() and counts():
         _update(ran)
 
 
-def _counts() -> bool:
+def counts() -> bool:
     """Whether what ran is a step of training. A reentrant checkpoint runs it without gradients."""
     return torch.is_grad_enabled() or in_first_run()
 

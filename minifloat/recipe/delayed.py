@@ -164,6 +164,22 @@ class DelayedState(nn.Module):
         made = Float8Quantizer(scale, amax, cast.format.element.dtype, columnwise=False)
         return made
 
+    def adopt(self, weight: Any, member: int | None = None) -> None:
+        """Have a weight that is quantized by history go by this state: one that moved along with
+        its module, or came out of a checkpoint, has a scale and an amax of its own."""
+        quantizer = getattr(weight, "_quantizer", None)
+        if not isinstance(quantizer, Float8Quantizer) or quantizer.scale is self.scale_weight:
+            return
+        scale, amax = self.live("weight")
+        if member is not None:
+            scale, amax = scale[member : member + 1], amax[member : member + 1]
+        if quantizer.amax.device == amax.device:
+            with torch.inference_mode():  # where buffers of either kind are written
+                amax.copy_(torch.maximum(amax, quantizer.amax.reshape(amax.shape)))
+        made = quantizer.copy()
+        made.scale, made.amax = scale, amax
+        weight._keep(made)
+
     def forward_slots(self, limits: tuple[float, ...]) -> Slots:
         """The slots of forward; `limits` are their formats' largest codes."""
         return self._slots(self._buffers["history_forward"], _FORWARD, limits)

@@ -123,6 +123,9 @@ class Declared:
         """Hold `values`, which have this object's shape, in the buffers that are there."""
         raise NotImplementedError
 
+    def _written(self) -> None:
+        """Tell who follows this object that it has new values."""
+
     def _dequantize(self, dtype: torch.dtype) -> Any:
         """The values, outside autograd."""
         raise NotImplementedError

@@ -102,7 +102,7 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
 
     @property
     def data(self) -> Any:
-        return self.detach()
+        return self._aliased()
 
     @data.setter
     def data(self, value: Any) -> None:

@@ -162,6 +162,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage, quantizers=(HybridQua
         for attr, sub in self._subs().items():
             if attr in src._subs():
                 sub.copy_from_storage(src._subs()[attr])
+        self._written()
 
     def _check_source(self, src: Any) -> None:
         super()._check_source(src)
@@ -194,8 +195,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage, quantizers=(HybridQua
         return self._each(lambda sub: sub._viewed(tuple(shape)))
 
     def _cut(self, start: int, end: int) -> Any:
+        if self._unflat is not None:
+            return None
         subs = self._each(lambda sub: sub._cut(start, end))
-        if self._unflat is not None or any(subs[attr] is None for attr in self._subs()):
+        if any(subs[attr] is None for attr in self._subs()):
             return None
         return self._like(subs, (end - start, *self.shape[1:]))
 

@@ -253,6 +253,7 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
             self._quantizer.update_quantized(source, self, noop_flag=noop_flag)
         else:
             self._viewed(self._unflat).quantize_(source.reshape(self._unflat), noop_flag=noop_flag)
+            self._written()
         return self
 
     def _write_values(self, values: Tensor) -> None:
@@ -289,6 +290,7 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
             other = getattr(src, attr)
             if dst is not None and other is not None:
                 dst.copy_(other.reshape(dst.shape))
+        self._written()
 
     def _check_source(self, src: Any) -> None:
         """Raise unless `src` holds what these buffers can take as they are."""

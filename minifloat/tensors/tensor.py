@@ -128,13 +128,13 @@ class QuantizedTensor(Wrapper, GatheredTensor, QuantizedTensorStorage, Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         """Requantizes the whole tensor: its scales may change."""
         # Through a view, PyTorch's way, the write would reach dequantized values that nobody keeps.
-        plain = self.detach().dequantize()
+        plain = self._dequantize(self.dtype)
         plain[index] = value
         self.quantize_(plain)
 
     @property
     def data(self) -> Any:
-        return self.detach()
+        return self._aliased()
 
     @data.setter
     def data(self, value: Any) -> None:

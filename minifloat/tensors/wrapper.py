@@ -38,7 +38,17 @@ class Wrapper:
         raise NotImplementedError
 
     def detach(self: Any) -> Any:
-        return self._aliased()
+        # PyTorch's own: what is written to the result counts as written here, which a backward has
+        # to know. In inference mode it makes none of a subclass, and graphs count nothing.
+        if torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+            return self._aliased()
+        return Tensor.detach(self)
+
+    def _written(self: Any) -> None:
+        """Count new values, as PyTorch does after its operators: a backward that has saved this
+        tensor raises then."""
+        if not (self.is_inference() or torch.compiler.is_compiling()):
+            torch.autograd.graph.increment_version(self)
 
     def float(self) -> Tensor:
         return self.dequantize(dtype=torch.float32)

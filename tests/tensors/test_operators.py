@@ -132,6 +132,34 @@ def test_what_a_foreach_writes_is_counted(name: str) -> None:
     assert all(t._version > v for t, v in zip(written, before, strict=True))
 
 
+@pytest.mark.parametrize(
+    "way", ["index", "quantize_", "update", "out", "storage", "detached", "flat"]
+)
+@pytest.mark.parametrize("kind", ["mxfp8", "hybrid"])
+def test_what_is_written_past_the_operators_is_counted(kind: str, way: str) -> None:
+    """Gradients were those of the new values, where PyTorch raises for a plain tensor."""
+    quantizer, weight = KINDS[kind](), torch.nn.Parameter(quantized(kind))
+    x, new = values(3, 48).requires_grad_(), values(64, 48, seed=1)
+    y = torch.nn.functional.linear(x, weight)
+    with torch.no_grad():
+        if way == "index":
+            weight[3] = 1.0
+        elif way == "quantize_":
+            weight.quantize_(new)
+        elif way == "update":
+            quantizer.update_quantized(new, weight)
+        elif way == "out":
+            quantizer.quantize(new, out=weight)
+        elif way == "storage":
+            weight.copy_from_storage(quantizer.quantize(new))
+        elif way == "detached":
+            weight.detach().copy_(new)
+        else:
+            weight.view(-1).quantize_(new.view(-1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_data_of_a_parameter(kind: str) -> None:
     p, other = torch.nn.Parameter(quantized(kind)), quantized(kind, seed=1)

@@ -77,6 +77,17 @@ def test_any_rows_of_a_tensor_with_one_scale(kind: str) -> None:
         t[5]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_a_flat_view(kind: str) -> None:
+    """They lie across the rows that the buffers are laid out for."""
+    t = quantized(kind, 8, 32)
+    flat, x = t.view(-1), t.dequantize().view(-1)
+    for index in (slice(2, 5), slice(5, 70), slice(250, None), 37):
+        assert torch.equal(flat[index] + 0, x[index])
+    for piece, expected in zip(flat.split(100), x.split(100), strict=True):
+        assert torch.equal(piece + 0, expected)
+
+
 def test_a_slice_of_the_transpose_matches() -> None:
     t = quantized("current", 6, 3, 4)
     piece = t[2:4]
