@@ -279,7 +279,7 @@ class GroupedTensorStorage(Factories, Declared):
                 )
         with torch.no_grad():
             if self._quantizer is None:
-                made = {"row_data": torch.cat([t.reshape(-1).to(self._dtype) for t in tensors])}
+                made = self._plain(torch.cat([t.reshape(-1).to(self._dtype) for t in tensors]))
             else:
                 made = grouped_cast.of_members(self._reader(), tensors, noop_flag=noop_flag)
             self._write_parts(made, noop_flag)
@@ -301,6 +301,13 @@ class GroupedTensorStorage(Factories, Declared):
                 new = torch.where(noop_flag.reshape(()) == 1, old, new)
             old.copy_(new)
 
+    def _plain(self, data: Tensor) -> dict[str, Tensor]:
+        """`data` as what each buffer of unquantized members is to hold; one at least is there."""
+        held = [part for part in ("row_data", "col_data") if self._part(part) is not None]
+        if not held:
+            raise UsageError(f"{type(self).__name__} holds no data to write")
+        return dict.fromkeys(held, data)
+
     def _check_writable(self, func: Any) -> None:
         if not self.all_same_shape():
             raise NotImplementedError(
@@ -312,7 +319,7 @@ class GroupedTensorStorage(Factories, Declared):
         """Hold `values`, of the outer shape of equal members."""
         with torch.no_grad():
             if self._quantizer is None:
-                made = {"row_data": values.to(self._dtype).reshape(-1)}
+                made = self._plain(values.to(self._dtype).reshape(-1))
             else:
                 matrix = values.to(self.device).reshape(self.logical_shape)
                 made = grouped_cast.of_matrix(self._reader(), matrix, None, self.num_tensors)
@@ -414,6 +421,14 @@ class GroupedTensorStorage(Factories, Declared):
     def _like(self, payload: dict[str, Any], **kwargs: Any) -> Any:
         return self._copied(type(self), payload, **kwargs)
 
+    def _under(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The payload under another nominal dtype; without a quantizer, the values cast."""
+        payload = self._mapped(_same)
+        if self._quantizer is None:
+            held = ("rowwise_data", "columnwise_data")
+            payload |= {a: payload[a].to(dtype) for a in held if payload[a] is not None}
+        return payload
+
     def _aliased(self) -> Any:
         """A new object on the same buffers."""
         made = self._like(self._mapped(_same))
@@ -424,13 +439,17 @@ class GroupedTensorStorage(Factories, Declared):
         """In what way `other` is laid out differently; "" if in none."""
         if not isinstance(other, GroupedTensorStorage):
             return f"got {type(other).__name__}"
-        for name in ("num_tensors", "logical_shape", "tensor_shapes", "_with_gemm_swizzled_scales"):
+        for name in ("num_tensors", "logical_shape", "_with_gemm_swizzled_scales"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"got {name} {theirs!r}; this has {mine!r}"
         mine, theirs = self._buffers(), other._buffers()
-        if any((mine[a] is None) != (theirs[a] is None) for a in mine):
-            return "other buffers are present"
+        if any(_shape(mine[a]) != _shape(theirs[a]) for a in mine):
+            return "buffers are of other sizes, or others are present"
+        # Sizes that only the device knows here are copied as they are there.
+        shapes = self.tensor_shapes
+        if shapes is not None and shapes != other._known_shapes():
+            return f"got tensor_shapes {other.tensor_shapes!r}; this has {shapes!r}"
         if (self._quantizer is None) != (other._quantizer is None):
             return "one is quantized and one is not"
         if self._quantizer is None:
@@ -477,6 +496,10 @@ def _no_parameter(value: object) -> RuntimeError:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _shape(tensor: Tensor | None) -> torch.Size | None:
+    return None if tensor is None else tensor.shape
 
 
 CLASSES[True] = GroupedTensorStorage
