@@ -60,9 +60,9 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
         """
         if device is None:
             device = _device_of(cls, kwargs)
-        varies = kwargs.get("first_dims") is not None or kwargs.get("last_dims") is not None
+        varies = kwargs.get("first_dims") is not None, kwargs.get("last_dims") is not None
         members = member_shapes(tuple(shape), num_tensors, kwargs.get("shapes"), varies)
-        outer = outer_shape(tuple(shape), num_tensors, None if varies else members)
+        outer = outer_shape(tuple(shape), num_tensors, None if any(varies) else members)
         self: Any = Tensor._make_wrapper_subclass(
             cls,
             outer,

@@ -96,10 +96,8 @@ class GroupedTensorStorage(Factories, Declared):
         self._keep(quantizer)  # the object itself: what `output=` is checked against
         self._dtype = dtype
         self.logical_shape = tuple(shape)
-        ragged_rows, ragged_columns = self.first_dims is not None, self.last_dims is not None
-        self.tensor_shapes = member_shapes(
-            self.logical_shape, self.num_tensors, shapes, ragged_rows or ragged_columns
-        )
+        varies = self.first_dims is not None, self.last_dims is not None
+        self.tensor_shapes = member_shapes(self.logical_shape, self.num_tensors, shapes, varies)
         self.quantized_tensors = None
         if not self.nvfp4_use_4over6:
             self.nvfp4_e4m3_max = int(E4M3.max)
@@ -463,8 +461,7 @@ class GroupedTensorStorage(Factories, Declared):
         members follow from the outer size, which a graph may leave open."""
         if self.tensor_shapes is None:
             return {"members": None}
-        stacked = len(self._outer_shape()) != 2 or len(self.tensor_shapes[0]) == 1
-        if stacked:
+        if self.all_same_shape():
             return {"members": len(self.tensor_shapes[0])}
         return {"members": tuple(tuple(s) for s in self.tensor_shapes)}
 

@@ -277,6 +277,38 @@ def test_ragged_copies_keep_their_sizes() -> None:
     assert torch.equal(torch.empty_like(group).first_dims, sizes)
 
 
+def test_lengths_that_vary() -> None:
+    kwargs = {"num_tensors": 2, "shapes": [(3,), (5,)], "first_dims": torch.tensor([3, 5])}
+    group: Any = Group((8, 1), torch.float32, data=values(8), **kwargs)
+    flat = mf.unflatten_state_dict(*mf.flatten_state_dict({"x": group}))["x"]
+    for other in (copy.deepcopy(group), _saved(group), group.detach(), flat):
+        assert_same_group(other, group)
+        assert [tuple(m.shape) for m in other.split_into_quantized_tensors()] == [(3,), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "logical"),
+    [
+        (None, [4, 4], (3, 8)),
+        ([3, 3], None, (6, 4)),
+        ([3, 3], [4, 4], (1, 24)),
+        ([2, 4], [4, 4], (1, 24)),
+        ([3, 3], [2, 6], (1, 24)),
+    ],
+)
+def test_sizes_that_vary_may_be_equal(first: Any, last: Any, logical: tuple[int, int]) -> None:
+    dims = [None if d is None else torch.tensor(d) for d in (first, last)]
+    group: Any = Storage.make_grouped_tensor(
+        2, *dims, *logical, quantizer_of("mxfp8"), "cpu", torch.float32
+    )
+    shapes = list(zip(first or [3, 3], last or [4, 4], strict=True))
+    group.quantize([values(*shape, seed=i) for i, shape in enumerate(shapes)])
+    flat = mf.unflatten_state_dict(*mf.flatten_state_dict({"x": group}))["x"]
+    for other in (group, group.detach(), copy.deepcopy(group), _saved(group), flat):
+        assert_same_group(other, group)
+        assert other.logical_shape == logical and other.tensor_shapes == shapes
+
+
 def test_a_module_changes_nominal_dtype_or_values() -> None:
     net = torch.nn.Module()
     group, _ = group_of("mxfp8")
