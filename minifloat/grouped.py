@@ -16,6 +16,7 @@ from . import ragged
 from .dtypes import DType, TE_DType_To_Torch
 from .formats import cdiv
 from .inputs import check_nominal, check_noop
+from .layout import flatten
 from .quantizers import Quantizer
 from .tensors import GroupedTensor, GroupedTensorStorage, grouped_cast
 from .tensors.grouped_factories import arguments, fields
@@ -122,7 +123,7 @@ def group_quantize(  # noqa: PLR0913  (the contract's signature)
                 raise ValueError("last_dims: output= is for members of one shape")
             made = _of_widths(tensor, quantizer, num_tensors, first_dims, last_dims, seed)
             return made  # type: ignore[no-any-return]
-        x = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
+        x = tensor.reshape(flatten(tensor.shape)) if tensor.dim() > 2 else tensor
         sizes = _on_device(first_dims, num_tensors, x)
         made = grouped_cast.of_matrix(
             quantizer, x, sizes, num_tensors, seed=seed, noop_flag=noop_flag
@@ -226,14 +227,14 @@ def bgrad_group_quantize(
         tensor, quantizer, num_tensors, first_dims, tensor_offsets=tensor_offsets
     )
     with torch.no_grad():
-        x = tensor.reshape(-1, tensor.shape[-1])
+        x = tensor.reshape(flatten(tensor.shape))
         return group, ragged.sums(x, group.first_dims, num_tensors)
 
 
 def bgrad_quantize(input: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     """(dbias, quantized): the sum of the rows, in fp32, rounded once; and the tensor."""
     with torch.no_grad():
-        x = input.reshape(-1, input.shape[-1])
+        x = input.reshape(flatten(input.shape))
         return ragged.sums(x, None, 1)[0], quantizer.quantize(input)
 
 

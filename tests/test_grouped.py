@@ -207,6 +207,16 @@ def test_bias_gradients(dtype: torch.dtype) -> None:
     torch.testing.assert_close(total, x.float().sum(0).to(dtype))
 
 
+@pytest.mark.parametrize("shape", [(12, 0), (3, 4, 0), (0, 16), (3, 0, 16)])
+def test_bias_gradients_of_nothing(shape: tuple[int, ...]) -> None:
+    quantizer, x = quantizer_of("current"), values(*shape)
+    group, dbias = mf.bgrad_group_quantize(x, quantizer, 3, None)
+    assert group.numel() == 0
+    assert dbias.shape == (3, shape[-1]) and not dbias.any()
+    total, _ = mf.bgrad_quantize(x, quantizer)
+    assert total.shape == shape[-1:] and not total.any()
+
+
 def test_split_quantize() -> None:
     sizes, x = [5, 0, 7], values(12, 16)
     kinds = ("current", "mxfp8", "hybrid")
