@@ -108,8 +108,8 @@ def group_quantize(  # noqa: PLR0913  (the contract's signature)
     Member i has the bits of `quantizer.quantize(member i)`. `first_dims` None: all are equal. With
     `last_dims` the members, of those widths, lie back to back in the memory of `tensor`, and the
     host reads the sizes. `seed`, an int64 `[seed, offset]`, fixes stochastic rounding: member i
-    uses `[seed, offset + i]`. `output` is written instead of a new group; where `noop_flag` is 1.0
-    it keeps what it holds.
+    uses `[seed, offset + i]`. `output` is written instead of a new group, in the copies it has;
+    where `noop_flag` is 1.0 it keeps what it holds.
     """
     if not torch.compiler.is_compiling():  # PyTorch 2.11 hides a constant's class while it traces
         grouped_cast.check_quantizer(quantizer)
@@ -125,9 +125,8 @@ def group_quantize(  # noqa: PLR0913  (the contract's signature)
             return made  # type: ignore[no-any-return]
         x = tensor.reshape(flatten(tensor.shape)) if tensor.dim() > 2 else tensor
         sizes = _on_device(first_dims, num_tensors, x)
-        made = grouped_cast.of_matrix(
-            quantizer, x, sizes, num_tensors, seed=seed, noop_flag=noop_flag
-        )
+        writer = quantizer if output is None else output._writer()
+        made = grouped_cast.of_matrix(writer, x, sizes, num_tensors, seed=seed, noop_flag=noop_flag)
         if output is not None:
             output._write_parts(made, noop_flag)
             return output  # type: ignore[no-any-return]

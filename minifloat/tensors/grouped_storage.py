@@ -15,7 +15,7 @@ from ..quantizers import UsageError
 from . import grouped_cast
 from .declaration import Inner, Plain
 from .declared import Declared
-from .grouped_factories import CLASSES, Factories
+from .grouped_factories import CLASSES, Factories, fields
 from .grouped_shapes import Shape, logical_shape, member_shapes, numel, on_host, outer_shape, starts
 
 __all__ = ["GroupedTensorStorage"]
@@ -211,6 +211,20 @@ class GroupedTensorStorage(Factories, Declared):
         """The quantizer with the usages of the buffers that are there."""
         return self._quantizer._for_tensor(self)
 
+    def _writer(self) -> Any:
+        """`_reader`, checked to write what these buffers are read as: who made the group may have
+        changed its quantizer since."""
+        if not (self.has_data() or self.has_columnwise_data()):
+            raise UsageError(f"{type(self).__name__} holds no data to write")
+        stored = self._plain_kwargs()
+        for name, value in fields(self._quantizer).items():
+            if name != "quantizer" and value != stored[name]:
+                raise ValueError(
+                    f"quantizer: it writes {name} {value!r} since the group was made, which has "
+                    f"{stored[name]!r}: make another group"
+                )
+        return self._reader()
+
     def _cast(self, col: bool) -> Cast:
         """What one copy of the members was cast with."""
         if self._quantizer is None:
@@ -279,7 +293,7 @@ class GroupedTensorStorage(Factories, Declared):
             if self._quantizer is None:
                 made = self._plain(torch.cat([t.reshape(-1).to(self._dtype) for t in tensors]))
             else:
-                made = grouped_cast.of_members(self._reader(), tensors, noop_flag=noop_flag)
+                made = grouped_cast.of_members(self._writer(), tensors, noop_flag=noop_flag)
             self._write_parts(made, noop_flag)
         if self.quantized_tensors is None:
             self.quantized_tensors = self.split_into_quantized_tensors()
@@ -320,7 +334,7 @@ class GroupedTensorStorage(Factories, Declared):
                 made = self._plain(values.to(self._dtype).reshape(-1))
             else:
                 matrix = values.to(self.device).reshape(self.logical_shape)
-                made = grouped_cast.of_matrix(self._reader(), matrix, None, self.num_tensors)
+                made = grouped_cast.of_matrix(self._writer(), matrix, None, self.num_tensors)
             self._write_parts(made)
 
     # ------------------------------------------------------------------------------- reading
