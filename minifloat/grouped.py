@@ -279,4 +279,8 @@ def multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Quanti
             raise TypeError(
                 f"quantizers[{i}]: got {type(quantizer).__name__}; a Quantizer is needed"
             )
+    if not torch.compiler.is_compiling():
+        for t, q in zip(tensors, quantizers, strict=True):  # before the first one records an amax
+            if q._storage_class is not None:
+                q._check_input(t)
     return [q.quantize(t) for t, q in zip(tensors, quantizers, strict=True)]

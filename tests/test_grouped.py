@@ -283,6 +283,14 @@ def test_split_quantize() -> None:
         assert_same(made, other)
 
 
+def test_a_bad_tensor_among_others_changes_nothing() -> None:
+    quantizer = quantizer_of("delayed")
+    before = quantizer.amax.clone()
+    with pytest.raises(TypeError, match="torch.float64"):
+        mf.multi_tensor_quantize([values(4, 8), values(4, 8).double()], [quantizer] * 2)
+    assert torch.equal(quantizer.amax, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_offsets(dtype: torch.dtype) -> None:
     sizes = torch.tensor([3, 0, 5], dtype=dtype)
