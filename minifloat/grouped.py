@@ -16,6 +16,7 @@ from . import ragged
 from .dtypes import DType, TE_DType_To_Torch
 from .formats import cdiv
 from .inputs import check_nominal, check_noop
+from .layout import flatten
 from .quantizers import Quantizer
 from .tensors import GroupedTensor, GroupedTensorStorage, grouped_cast
 from .tensors.grouped_factories import arguments, fields
@@ -107,8 +108,8 @@ def group_quantize(  # noqa: PLR0913  (the contract's signature)
     Member i has the bits of `quantizer.quantize(member i)`. `first_dims` None: all are equal. With
     `last_dims` the members, of those widths, lie back to back in the memory of `tensor`, and the
     host reads the sizes. `seed`, an int64 `[seed, offset]`, fixes stochastic rounding: member i
-    uses `[seed, offset + i]`. `output` is written instead of a new group; where `noop_flag` is 1.0
-    it keeps what it holds.
+    uses `[seed, offset + i]`. `output` is written instead of a new group, in the copies it has;
+    where `noop_flag` is 1.0 it keeps what it holds.
     """
     if not torch.compiler.is_compiling():  # PyTorch 2.11 hides a constant's class while it traces
         grouped_cast.check_quantizer(quantizer)
@@ -122,11 +123,10 @@ def group_quantize(  # noqa: PLR0913  (the contract's signature)
                 raise ValueError("last_dims: output= is for members of one shape")
             made = _of_widths(tensor, quantizer, num_tensors, first_dims, last_dims, seed)
             return made  # type: ignore[no-any-return]
-        x = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
+        x = tensor.reshape(flatten(tensor.shape)) if tensor.dim() > 2 else tensor
         sizes = _on_device(first_dims, num_tensors, x)
-        made = grouped_cast.of_matrix(
-            quantizer, x, sizes, num_tensors, seed=seed, noop_flag=noop_flag
-        )
+        writer = quantizer if output is None else output._writer()
+        made = grouped_cast.of_matrix(writer, x, sizes, num_tensors, seed=seed, noop_flag=noop_flag)
         if output is not None:
             output._write_parts(made, noop_flag)
             return output  # type: ignore[no-any-return]
@@ -226,14 +226,14 @@ def bgrad_group_quantize(
         tensor, quantizer, num_tensors, first_dims, tensor_offsets=tensor_offsets
     )
     with torch.no_grad():
-        x = tensor.reshape(-1, tensor.shape[-1])
+        x = tensor.reshape(flatten(tensor.shape))
         return group, ragged.sums(x, group.first_dims, num_tensors)
 
 
 def bgrad_quantize(input: Tensor, quantizer: Quantizer) -> tuple[Tensor, Any]:
     """(dbias, quantized): the sum of the rows, in fp32, rounded once; and the tensor."""
     with torch.no_grad():
-        x = input.reshape(-1, input.shape[-1])
+        x = input.reshape(flatten(input.shape))
         return ragged.sums(x, None, 1)[0], quantizer.quantize(input)
 
 
@@ -279,4 +279,8 @@ def multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Quanti
             raise TypeError(
                 f"quantizers[{i}]: got {type(quantizer).__name__}; a Quantizer is needed"
             )
+    if not torch.compiler.is_compiling():
+        for t, q in zip(tensors, quantizers, strict=True):  # before the first one records an amax
+            if q._storage_class is not None:
+                q._check_input(t)
     return [q.quantize(t) for t, q in zip(tensors, quantizers, strict=True)]

@@ -207,6 +207,8 @@ def _quantize(
     swizzle: bool,
 ) -> list[Tensor]:
     out = _quantize_fake(x, sizes, num, row, col, seed, swizzle)
+    if x.is_meta:  # shapes alone, which sizes do not change
+        return out
     fused = None if swizzle else kernels(x, row, col)
     if fused is not None:
         fused.quantize(casting.matrix(x), sizes, num, row, col, seed, out)
@@ -359,6 +361,8 @@ def _quantize_scaled(
 ) -> list[Tensor]:
     out = _quantize_scaled_fake(x, sizes, num, scales, cast, row, col)
     out[-1] = out[-1].zero_() if seen is None else seen
+    if x.is_meta:
+        return out
     fused = kernels(x, cast, None)
     if fused is not None:
         fused.quantize_scaled(casting.matrix(x), sizes, num, scales, cast, row, col, out)
@@ -421,6 +425,8 @@ def _dequantize(  # noqa: PLR0913  (the operator's)
     if data.is_cuda and sizes is not None and not col:
         return rows_at_once(data, scale, amax, sizes, cast, shape, dtype)
     out = torch.empty(tuple(shape), dtype=dtype, device=data.device)
+    if data.is_meta:
+        return out
     m, k = shape
     of, prefix = ((None, cast), "col_") if col else ((cast, None), "row_")
     members = torch.split(out, _sizes(sizes, num, m))
@@ -537,12 +543,14 @@ def sums(x: Tensor, sizes: Tensor | None, num: int) -> Tensor:
     """
     _check(x, sizes, num)
     if sizes is None:
-        equal = x.reshape(num, -1, x.shape[1])
+        equal = x.reshape(num, x.shape[0] // num, x.shape[1])
         return equal.sum(1, dtype=torch.float32).to(x.dtype)
     return _op("group_sum")(x, sizes) if _traced() else _sums(x, sizes)
 
 
 def _sums(x: Tensor, sizes: Tensor) -> Tensor:
+    if x.is_meta:
+        return _sums_fake(x, sizes)
     if not x.is_cuda:
         _sizes(sizes, sizes.shape[0], x.shape[0])  # on the host it costs nothing to look
     lengths = sizes.to(x.device, torch.int64)

@@ -163,6 +163,61 @@ def test_output_is_written_again(kind: str) -> None:
     assert_same_group(group, before)
 
 
+def test_output_is_written_in_the_copies_it_has() -> None:
+    """Its quantizer is the caller's object, who may have changed it."""
+    quantizer = quantizer_of("current")
+    group: Any = mf.group_quantize(values(12, 16), quantizer, 3, None)
+    other = values(12, 16, seed=1)
+    expected = mf.group_quantize(other, quantizer_of("current"), 3, None)
+    quantizer.set_usage(columnwise=False)
+    mf.group_quantize(other, quantizer, 3, None, output=group)
+    assert_same_group(group, expected)
+    group.clear()
+    with pytest.raises(RuntimeError, match="holds no data to write"):
+        mf.group_quantize(other, quantizer, 3, None, output=group)
+
+
+def test_output_is_not_written_in_another_layout() -> None:
+    quantizer = quantizer_of("mxfp8")
+    group: Any = mf.group_quantize(values(12, 16), quantizer, 3, None)
+    before = group.clone()
+    quantizer.optimize_for_gemm = True
+    message = "with_gemm_swizzled_scales True since the group was made"
+    with pytest.raises(ValueError, match=message):
+        mf.group_quantize(values(12, 16, seed=1), quantizer, 3, None, output=group)
+    with pytest.raises(ValueError, match=message):
+        group.quantize([values(4, 16)] * 3)
+    with pytest.raises(ValueError, match=message):
+        group.zero_()
+    quantizer.optimize_for_gemm = False
+    assert_same_group(group, before)
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_shapes_on_the_meta_device(kind: str) -> None:
+    quantizer = quantizer_of(kind)
+    if kind == "delayed":
+        quantizer.scale, quantizer.amax = quantizer.scale.to("meta"), quantizer.amax.to("meta")
+    real: Any = mf.group_quantize(values(12, 16), quantizer_of(kind), 3, [5, 0, 7])
+    x = values(12, 16).to("meta")
+    group, dbias = mf.bgrad_group_quantize(
+        x, quantizer, 3, torch.empty(3, dtype=int, device="meta")
+    )
+    for name, buffer in real._buffers().items():
+        here = getattr(group, name)
+        assert (
+            here is None
+            if buffer is None
+            else (here.shape, here.dtype)
+            == (
+                buffer.shape,
+                buffer.dtype,
+            )
+        )
+    assert group.device == dbias.device == x.device and dbias.shape == (3, 16)
+    assert group.dequantize().shape == (12, 16)
+
+
 def test_an_internal_quantizer_gives_a_storage() -> None:
     quantizer = quantizer_of("mxfp8")
     quantizer.internal = True
@@ -207,6 +262,16 @@ def test_bias_gradients(dtype: torch.dtype) -> None:
     torch.testing.assert_close(total, x.float().sum(0).to(dtype))
 
 
+@pytest.mark.parametrize("shape", [(12, 0), (3, 4, 0), (0, 16), (3, 0, 16)])
+def test_bias_gradients_of_nothing(shape: tuple[int, ...]) -> None:
+    quantizer, x = quantizer_of("current"), values(*shape)
+    group, dbias = mf.bgrad_group_quantize(x, quantizer, 3, None)
+    assert group.numel() == 0
+    assert dbias.shape == (3, shape[-1]) and not dbias.any()
+    total, _ = mf.bgrad_quantize(x, quantizer)
+    assert total.shape == shape[-1:] and not total.any()
+
+
 def test_split_quantize() -> None:
     sizes, x = [5, 0, 7], values(12, 16)
     kinds = ("current", "mxfp8", "hybrid")
@@ -216,6 +281,14 @@ def test_split_quantize() -> None:
     again = mf.multi_tensor_quantize(list(x.split(sizes)), [quantizer_of(k) for k in kinds])
     for made, other in zip(again, out, strict=True):
         assert_same(made, other)
+
+
+def test_a_bad_tensor_among_others_changes_nothing() -> None:
+    quantizer = quantizer_of("delayed")
+    before = quantizer.amax.clone()
+    with pytest.raises(TypeError, match="torch.float64"):
+        mf.multi_tensor_quantize([values(4, 8), values(4, 8).double()], [quantizer] * 2)
+    assert torch.equal(quantizer.amax, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -20,6 +20,17 @@ from .wrapper import Wrapper, contiguous_stride
 
 __all__ = ["GroupedTensor", "as_group", "as_parameter", "group_like"]
 
+# What else comes with the buffers of another group: where members lie in them.
+_LAID_OUT = (
+    "_shares_scale",
+    "logical_shape",
+    "tensor_shapes",
+    "offsets",
+    "scale_inv_offsets",
+    "columnwise_scale_inv_offsets",
+    "quantized_tensors",
+)
+
 
 class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc]
     """Wrapper subclass: (n, M, N) or (n, L) where all members are equal, else the logical shape.
@@ -49,9 +60,9 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
         """
         if device is None:
             device = _device_of(cls, kwargs)
-        varies = kwargs.get("first_dims") is not None or kwargs.get("last_dims") is not None
+        varies = kwargs.get("first_dims") is not None, kwargs.get("last_dims") is not None
         members = member_shapes(tuple(shape), num_tensors, kwargs.get("shapes"), varies)
-        outer = outer_shape(tuple(shape), num_tensors, None if varies else members)
+        outer = outer_shape(tuple(shape), num_tensors, None if any(varies) else members)
         self: Any = Tensor._make_wrapper_subclass(
             cls,
             outer,
@@ -78,11 +89,7 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same codes under another nominal dtype; without a quantizer, the values cast."""
-        payload = self._mapped(lambda t: t)
-        if self._quantizer is None:
-            held = ("rowwise_data", "columnwise_data")
-            payload |= {a: payload[a].to(dtype) for a in held if payload[a] is not None}
-        return self._like(payload, dtype=dtype, requires_grad=self.requires_grad)
+        return self._like(self._under(dtype), dtype=dtype, requires_grad=self.requires_grad)
 
     def view(self, *shape: Any) -> Any:
         """The flat row buffer (`view(-1)`), or the shape that is there; other views are errors."""
@@ -110,11 +117,13 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
         if tuple(value.shape) != tuple(self.shape):
             raise ValueError(f"data: got shape {tuple(value.shape)}; {tuple(self.shape)} is needed")
         if isinstance(value, GroupedTensorStorage):
+            if value.fake_dtype != self._dtype:
+                value = value._like(value._under(self._dtype), dtype=self._dtype)
             for attr, _ in self._PAYLOAD:
                 setattr(self, attr, getattr(value, attr))
             for plain in self._PLAIN:
                 setattr(self, plain.attr, getattr(value, plain.attr))
-            for attr in ("_shares_scale", "tensor_shapes", "quantized_tensors"):
+            for attr in _LAID_OUT:
                 setattr(self, attr, getattr(value, attr))
             self._keep(value._quantizer)
         else:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ..inputs import check_nominal
 from . import grouped_cast
-from .grouped_shapes import Shape, logical_shape, member_shapes, numel, on_host, starts
+from .grouped_shapes import (
+    Shape,
+    check_logical,
+    logical_shape,
+    member_shapes,
+    numel,
+    on_host,
+    starts,
+)
 
 if TYPE_CHECKING:
     from .grouped import GroupedTensor
@@ -52,7 +60,8 @@ class Factories:
             return None if same else torch.tensor(sizes, dtype=torch.int64, device=device)
 
         members = [tuple(s) for s in shapes]
-        return _empty(members, dims(rows), dims(columns), quantizer, device, dtype)  # type: ignore[no-any-return]
+        logical = logical_shape(members)
+        return _empty(logical, members, dims(rows), dims(columns), quantizer, device, dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     def make_grouped_tensor(
@@ -76,22 +85,17 @@ class Factories:
                 "cannot record; make the group before the capture, or use group_quantize"
             )
         logical = (logical_first_dim, logical_last_dim)
-        shapes = member_shapes(
-            logical, num_tensors, None, first_dims is not None or last_dims is not None
-        )
+        varies = first_dims is not None, last_dims is not None
+        shapes = member_shapes(logical, num_tensors, None, varies)
         if shapes is None:
             # A dim that does not vary is every member's.
             rows = on_host(first_dims, num_tensors, logical_first_dim)
             columns = on_host(last_dims, num_tensors, logical_last_dim)
             shapes = list(zip(rows, columns, strict=True))
         _check_dims(num_tensors, shapes)
-        if logical_shape(shapes) != logical:
-            raise ValueError(
-                f"logical_first_dim, logical_last_dim: got {logical}; members {shapes} make "
-                f"{logical_shape(shapes)}"
-            )
+        check_logical(logical, shapes, varies, "logical_first_dim, logical_last_dim")
         device = _default(device)
-        return _empty(shapes, first_dims, last_dims, quantizer, device, dtype)  # type: ignore[no-any-return]
+        return _empty(logical, shapes, first_dims, last_dims, quantizer, device, dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     def make_grouped_tensor_from_rowwise_data(
@@ -134,6 +138,7 @@ class Factories:
 
 
 def _empty(
+    logical: Shape,
     shapes: list[Shape],
     first_dims: Tensor | None,
     last_dims: Tensor | None,
@@ -158,7 +163,7 @@ def _empty(
     first, last = (None if t is None else t.to(device, torch.int64) for t in dims)
     varies = first is not None or last is not None
     group = CLASSES[internal](
-        logical_shape(shapes),
+        logical,
         torch.float32 if dtype is None else dtype,
         num_tensors=len(shapes),
         shapes=shapes,

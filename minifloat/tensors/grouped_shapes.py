@@ -8,6 +8,7 @@ from torch import Tensor
 
 __all__ = [
     "Shape",
+    "check_logical",
     "logical_shape",
     "member_shapes",
     "numel",
@@ -19,16 +20,18 @@ __all__ = [
 Shape = tuple[int, ...]
 
 
-def logical_shape(shapes: Sequence[Shape]) -> Shape:
+def logical_shape(shapes: Sequence[Shape], first: bool = False, last: bool = False) -> Shape:
     """(sum of rows, columns), (rows, sum of columns), or (1, all elements) where both vary.
 
-    A member (L,) counts as (L, 1).
+    A member (L,) counts as (L, 1). `first`, `last`: that dim counts as one that varies, though the
+    sizes are equal this time.
     """
     rows = [s[0] for s in shapes]
     columns = [s[1] if len(s) > 1 else 1 for s in shapes]
-    if all(c == columns[0] for c in columns):
+    first = first or any(r != rows[0] for r in rows)
+    if not (last or any(c != columns[0] for c in columns)):
         return sum(rows), columns[0]
-    if all(r == rows[0] for r in rows):
+    if not first:
         return rows[0], sum(columns)
     return 1, sum(r * c for r, c in zip(rows, columns, strict=True))
 
@@ -41,15 +44,18 @@ def outer_shape(logical: Shape, num: int, shapes: Sequence[Shape] | None) -> Sha
 
 
 def member_shapes(
-    logical: Shape, num: int, shapes: Sequence[Sequence[int]] | None, varies: bool
+    logical: Shape, num: int, shapes: Sequence[Sequence[int]] | None, varies: tuple[bool, bool]
 ) -> list[Shape] | None:
-    """The members' shapes as far as the host knows them; None where they vary on the device."""
+    """The members' shapes as far as the host knows them; None where they vary on the device.
+
+    `varies`: whether first_dims, and last_dims, are given.
+    """
     if num <= 0:
         raise ValueError(f"num_tensors: got {num}; a group has at least one member")
     if len(logical) != 2:
         raise ValueError(f"shape: got {logical}; the logical shape (rows, columns) is needed")
     if shapes is None:
-        if varies:
+        if any(varies):
             return None
         if logical[0] % num != 0:
             raise ValueError(
@@ -63,16 +69,22 @@ def member_shapes(
     ranks = {len(s) for s in found}
     if not ranks <= {1, 2} or len(ranks) != 1:
         raise ValueError(f"shapes: got {found}; members have one dim, or two, all alike")
-    if logical_shape(found) != tuple(logical):
-        raise ValueError(
-            f"shape: got {tuple(logical)}; members {found} make {logical_shape(found)}"
-        )
-    if not varies and any(s != found[0] for s in found):
+    check_logical(tuple(logical), found, varies, "shape")
+    if not any(varies) and any(s != found[0] for s in found):
         raise ValueError(
             f"shapes: got {found}; for members that differ, first_dims or last_dims say so on the "
             "device"
         )
     return found
+
+
+def check_logical(
+    logical: Shape, shapes: Sequence[Shape], varies: tuple[bool, bool], name: str
+) -> None:
+    """Raise unless members of these shapes make `logical`, by sizes or by which dims vary."""
+    made = logical_shape(shapes, *varies)
+    if logical not in (made, logical_shape(shapes)):
+        raise ValueError(f"{name}: got {logical}; members {list(shapes)} make {made}")
 
 
 def numel(shape: Sequence[int]) -> int:

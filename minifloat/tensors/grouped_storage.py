@@ -15,7 +15,7 @@ from ..quantizers import UsageError
 from . import grouped_cast
 from .declaration import Inner, Plain
 from .declared import Declared
-from .grouped_factories import CLASSES, Factories
+from .grouped_factories import CLASSES, Factories, fields
 from .grouped_shapes import Shape, logical_shape, member_shapes, numel, on_host, outer_shape, starts
 
 __all__ = ["GroupedTensorStorage"]
@@ -96,10 +96,8 @@ class GroupedTensorStorage(Factories, Declared):
         self._keep(quantizer)  # the object itself: what `output=` is checked against
         self._dtype = dtype
         self.logical_shape = tuple(shape)
-        ragged_rows, ragged_columns = self.first_dims is not None, self.last_dims is not None
-        self.tensor_shapes = member_shapes(
-            self.logical_shape, self.num_tensors, shapes, ragged_rows or ragged_columns
-        )
+        varies = self.first_dims is not None, self.last_dims is not None
+        self.tensor_shapes = member_shapes(self.logical_shape, self.num_tensors, shapes, varies)
         self.quantized_tensors = None
         if not self.nvfp4_use_4over6:
             self.nvfp4_e4m3_max = int(E4M3.max)
@@ -213,6 +211,20 @@ class GroupedTensorStorage(Factories, Declared):
         """The quantizer with the usages of the buffers that are there."""
         return self._quantizer._for_tensor(self)
 
+    def _writer(self) -> Any:
+        """`_reader`, checked to write what these buffers are read as: who made the group may have
+        changed its quantizer since."""
+        if not (self.has_data() or self.has_columnwise_data()):
+            raise UsageError(f"{type(self).__name__} holds no data to write")
+        stored = self._plain_kwargs()
+        for name, value in fields(self._quantizer).items():
+            if name != "quantizer" and value != stored[name]:
+                raise ValueError(
+                    f"quantizer: it writes {name} {value!r} since the group was made, which has "
+                    f"{stored[name]!r}: make another group"
+                )
+        return self._reader()
+
     def _cast(self, col: bool) -> Cast:
         """What one copy of the members was cast with."""
         if self._quantizer is None:
@@ -279,9 +291,9 @@ class GroupedTensorStorage(Factories, Declared):
                 )
         with torch.no_grad():
             if self._quantizer is None:
-                made = {"row_data": torch.cat([t.reshape(-1).to(self._dtype) for t in tensors])}
+                made = self._plain(torch.cat([t.reshape(-1).to(self._dtype) for t in tensors]))
             else:
-                made = grouped_cast.of_members(self._reader(), tensors, noop_flag=noop_flag)
+                made = grouped_cast.of_members(self._writer(), tensors, noop_flag=noop_flag)
             self._write_parts(made, noop_flag)
         if self.quantized_tensors is None:
             self.quantized_tensors = self.split_into_quantized_tensors()
@@ -301,6 +313,13 @@ class GroupedTensorStorage(Factories, Declared):
                 new = torch.where(noop_flag.reshape(()) == 1, old, new)
             old.copy_(new)
 
+    def _plain(self, data: Tensor) -> dict[str, Tensor]:
+        """`data` as what each buffer of unquantized members is to hold; one at least is there."""
+        held = [part for part in ("row_data", "col_data") if self._part(part) is not None]
+        if not held:
+            raise UsageError(f"{type(self).__name__} holds no data to write")
+        return dict.fromkeys(held, data)
+
     def _check_writable(self, func: Any) -> None:
         if not self.all_same_shape():
             raise NotImplementedError(
@@ -312,10 +331,10 @@ class GroupedTensorStorage(Factories, Declared):
         """Hold `values`, of the outer shape of equal members."""
         with torch.no_grad():
             if self._quantizer is None:
-                made = {"row_data": values.to(self._dtype).reshape(-1)}
+                made = self._plain(values.to(self._dtype).reshape(-1))
             else:
                 matrix = values.to(self.device).reshape(self.logical_shape)
-                made = grouped_cast.of_matrix(self._reader(), matrix, None, self.num_tensors)
+                made = grouped_cast.of_matrix(self._writer(), matrix, None, self.num_tensors)
             self._write_parts(made)
 
     # ------------------------------------------------------------------------------- reading
@@ -414,6 +433,14 @@ class GroupedTensorStorage(Factories, Declared):
     def _like(self, payload: dict[str, Any], **kwargs: Any) -> Any:
         return self._copied(type(self), payload, **kwargs)
 
+    def _under(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The payload under another nominal dtype; without a quantizer, the values cast."""
+        payload = self._mapped(_same)
+        if self._quantizer is None:
+            held = ("rowwise_data", "columnwise_data")
+            payload |= {a: payload[a].to(dtype) for a in held if payload[a] is not None}
+        return payload
+
     def _aliased(self) -> Any:
         """A new object on the same buffers."""
         made = self._like(self._mapped(_same))
@@ -424,13 +451,17 @@ class GroupedTensorStorage(Factories, Declared):
         """In what way `other` is laid out differently; "" if in none."""
         if not isinstance(other, GroupedTensorStorage):
             return f"got {type(other).__name__}"
-        for name in ("num_tensors", "logical_shape", "tensor_shapes", "_with_gemm_swizzled_scales"):
+        for name in ("num_tensors", "logical_shape", "_with_gemm_swizzled_scales"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"got {name} {theirs!r}; this has {mine!r}"
         mine, theirs = self._buffers(), other._buffers()
-        if any((mine[a] is None) != (theirs[a] is None) for a in mine):
-            return "other buffers are present"
+        if any(_shape(mine[a]) != _shape(theirs[a]) for a in mine):
+            return "buffers are of other sizes, or others are present"
+        # Sizes that only the device knows here are copied as they are there.
+        shapes = self.tensor_shapes
+        if shapes is not None and shapes != other._known_shapes():
+            return f"got tensor_shapes {other.tensor_shapes!r}; this has {shapes!r}"
         if (self._quantizer is None) != (other._quantizer is None):
             return "one is quantized and one is not"
         if self._quantizer is None:
@@ -444,8 +475,7 @@ class GroupedTensorStorage(Factories, Declared):
         members follow from the outer size, which a graph may leave open."""
         if self.tensor_shapes is None:
             return {"members": None}
-        stacked = len(self._outer_shape()) != 2 or len(self.tensor_shapes[0]) == 1
-        if stacked:
+        if self.all_same_shape():
             return {"members": len(self.tensor_shapes[0])}
         return {"members": tuple(tuple(s) for s in self.tensor_shapes)}
 
@@ -477,6 +507,10 @@ def _no_parameter(value: object) -> RuntimeError:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _shape(tensor: Tensor | None) -> torch.Size | None:
+    return None if tensor is None else tensor.shape
 
 
 CLASSES[True] = GroupedTensorStorage

@@ -277,6 +277,38 @@ def test_ragged_copies_keep_their_sizes() -> None:
     assert torch.equal(torch.empty_like(group).first_dims, sizes)
 
 
+def test_lengths_that_vary() -> None:
+    kwargs = {"num_tensors": 2, "shapes": [(3,), (5,)], "first_dims": torch.tensor([3, 5])}
+    group: Any = Group((8, 1), torch.float32, data=values(8), **kwargs)
+    flat = mf.unflatten_state_dict(*mf.flatten_state_dict({"x": group}))["x"]
+    for other in (copy.deepcopy(group), _saved(group), group.detach(), flat):
+        assert_same_group(other, group)
+        assert [tuple(m.shape) for m in other.split_into_quantized_tensors()] == [(3,), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "logical"),
+    [
+        (None, [4, 4], (3, 8)),
+        ([3, 3], None, (6, 4)),
+        ([3, 3], [4, 4], (1, 24)),
+        ([2, 4], [4, 4], (1, 24)),
+        ([3, 3], [2, 6], (1, 24)),
+    ],
+)
+def test_sizes_that_vary_may_be_equal(first: Any, last: Any, logical: tuple[int, int]) -> None:
+    dims = [None if d is None else torch.tensor(d) for d in (first, last)]
+    group: Any = Storage.make_grouped_tensor(
+        2, *dims, *logical, quantizer_of("mxfp8"), "cpu", torch.float32
+    )
+    shapes = list(zip(first or [3, 3], last or [4, 4], strict=True))
+    group.quantize([values(*shape, seed=i) for i, shape in enumerate(shapes)])
+    flat = mf.unflatten_state_dict(*mf.flatten_state_dict({"x": group}))["x"]
+    for other in (group, group.detach(), copy.deepcopy(group), _saved(group), flat):
+        assert_same_group(other, group)
+        assert other.logical_shape == logical and other.tensor_shapes == shapes
+
+
 def test_a_module_changes_nominal_dtype_or_values() -> None:
     net = torch.nn.Module()
     group, _ = group_of("mxfp8")
@@ -328,6 +360,55 @@ def test_writes_go_to_the_members(kind: str | None) -> None:
     assert_same_group(group, other)
     torch._foreach_mul_([group], 0.0)
     assert not group.dequantize().any()
+
+
+def test_values_in_the_column_buffer_alone_are_written() -> None:
+    group: Any = Group((12, 5), torch.float32, num_tensors=3, columnwise_data=values(60))
+    expected = group.dequantize() * 2
+    group.mul_(2)
+    assert torch.equal(group.dequantize(), expected)
+    group.copy_(expected + 1)
+    assert torch.equal(group.dequantize(), expected + 1)
+    group.quantize(list(expected))
+    assert torch.equal(group.dequantize(), expected)
+    group.clear()
+    with pytest.raises(RuntimeError, match="holds no data to write"):
+        group.copy_(expected)
+
+
+def test_data_brings_its_members_places() -> None:
+    group, other = (
+        Storage.make_grouped_tensor_with_shapes(2, shapes, None, "cpu", torch.float32)
+        for shapes in ([(3, 4), (5, 4)], [(6, 4), (2, 4)])
+    )
+    for each in (group, other):
+        each.quantize([torch.full(shape, i + 1.0) for i, shape in enumerate(each.tensor_shapes)])
+    group.data = other
+    assert_same_group(group, other)
+    assert group.offsets == other.offsets
+    wide = Storage.make_grouped_tensor_with_shapes(2, [(3, 4)] * 2, None, "cpu", torch.float32)
+    wide.data = plain(2, (3, 4)).to_dtype(torch.bfloat16)
+    assert wide.split_into_quantized_tensors()[0].dtype == wide.dtype == torch.float32
+
+
+def test_sizes_that_the_device_knows_are_copied() -> None:
+    """Whatever has been looked up of either group."""
+    quantizer = quantizer_of("mxfp8")
+    group: Any = mf.group_quantize(values(12, 16), quantizer, 3, [5, 0, 7])
+    fresh, known = torch.empty_like(group), torch.empty_like(group)
+    other: Any = mf.group_quantize(values(12, 16, seed=1), quantizer, 3, [5, 0, 7])
+    group.split_into_quantized_tensors()
+    assert_same_group(fresh.copy_(group), group)
+    known.split_into_quantized_tensors()
+    assert_same_group(known.copy_(other), other)
+    exact: Any = Storage.make_grouped_tensor_with_shapes(
+        3, group.tensor_shapes, quantizer, "cpu", torch.float32
+    )
+    exact.quantize([values(*shape, seed=2) for shape in group.tensor_shapes])
+    before = exact.clone()
+    with pytest.raises(NotImplementedError, match="members differ in shape"):
+        exact.copy_(group)  # whose buffers have room to spare
+    assert_same_group(exact, before)
 
 
 def test_writes_are_found_by_name() -> None:
