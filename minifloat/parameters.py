@@ -19,6 +19,7 @@ from .recipe.plan import Plan
 from .tensors import GroupedTensorStorage, QuantizedTensorStorage
 
 __all__ = [
+    "add_gradient",
     "check_eps",
     "check_parameter_dtype",
     "check_recipe_of",
@@ -262,3 +263,14 @@ def main_grad(weight: Any, where: str, argument: str) -> tuple[Tensor, bool, boo
         weight.grad_added_to_main_grad = True
         dummy = bool(getattr(weight, "zero_out_wgrad", False))
     return found, bool(getattr(weight, "overwrite_main_grad", False)), dummy
+
+
+def add_gradient(parameter: Any, gradient: Tensor) -> None:
+    """To what `parameter.grad` holds, in its memory, as autograd does: that may be a part of a flat
+    buffer, or what a CUDA graph reads."""
+    made = gradient.to(parameter.dtype)  # torch.autocast, where nothing quantizes
+    if parameter.grad is None:
+        parameter.grad = made
+        return
+    with torch.no_grad():
+        parameter.grad.add_(made)

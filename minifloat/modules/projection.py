@@ -24,7 +24,14 @@ from ..core.linear import Linear as LinearOp
 from ..formats import Operand
 from ..inputs import INPUT_DTYPES, check_whole
 from ..module import HIGH_PLAN, Begun
-from ..parameters import check_recipe_of, check_size, find_main_grad, main_grad, quantized_weight
+from ..parameters import (
+    add_gradient,
+    check_recipe_of,
+    check_size,
+    find_main_grad,
+    main_grad,
+    quantized_weight,
+)
 from ..quantizers import UsageError
 from ..recipe.autocast import STATE
 from ..recipe.plan import Plan
@@ -447,8 +454,7 @@ class Projection(CachesWeight):
             for w, part in zip(owners, torch.split(dw, rows), strict=True):
                 if not w.requires_grad:  # a frozen part of a split weight
                     continue
-                made = part.to(w.dtype)
-                w.grad = made if w.grad is None else w.grad + made
+                add_gradient(w, part)
         for hook in self.wgrad_store.hooks:
             hook()
 

@@ -48,3 +48,19 @@ def test_what_main_grad_takes_later_leaves_no_gradient(kind: str) -> None:
     layer.backward_dw()
     assert all(w.grad is None and w.grad_added_to_main_grad for w in weights(layer))
     assert all(w.main_grad.any() for w in weights(layer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_gradients_are_added_in_the_memory_of_those_that_are_there(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = KINDS[kind](delay_wgrad_compute=True)
+    torch.manual_seed(0)
+    other = KINDS[kind]()
+    flat = [torch.ones(w.shape) for w in weights(layer)]
+    for w, v, held in zip(weights(layer), weights(other), flat, strict=True):
+        w.grad, v.grad = held, held.clone()
+    step(layer)
+    layer.backward_dw()
+    step(other)
+    for w, v, held in zip(weights(layer), weights(other), flat, strict=True):
+        assert w.grad is held and torch.equal(held, v.grad)
