@@ -21,6 +21,7 @@ from .tensors import GroupedTensorStorage, QuantizedTensorStorage
 __all__ = [
     "add_gradient",
     "check_eps",
+    "check_leaves",
     "check_parameter_dtype",
     "check_recipe_of",
     "check_size",
@@ -199,6 +200,18 @@ def quantized_weight(weight: Any, plan: Plan, where: str) -> Any:
         return weight.dequantize()
     check_recipe_of(weight, plan, where)
     return weight
+
+
+def check_leaves(weights: Iterable[Any], where: str) -> None:
+    """Raise for a weight that is computed of others: it is gone when its gradient comes later."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    if any(w.requires_grad and not w.is_leaf for w in weights):
+        raise RuntimeError(
+            f"{where}: delay_wgrad_compute: the weight is computed of other tensors (by a "
+            "parametrization, for instance), which a gradient that comes after backward does not "
+            "reach; leave delay_wgrad_compute out"
+        )
 
 
 def check_recipe_of(weight: Any, plan: Plan, where: str) -> None:

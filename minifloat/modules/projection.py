@@ -26,6 +26,7 @@ from ..inputs import INPUT_DTYPES, check_whole
 from ..module import HIGH_PLAN, Begun
 from ..parameters import (
     add_gradient,
+    check_leaves,
     check_recipe_of,
     check_size,
     find_main_grad,
@@ -184,6 +185,8 @@ class Projection(CachesWeight):
             self._check_sequence(inp.shape)
         if self._into_main_grad(weight):
             find_main_grad(owners[0], self._where(), "fuse_wgrad_accumulation")
+        elif self.wgrad_store.enabled:
+            check_leaves(owners, self._where())
         if self.save_original_input:
             self._check_saving(plan)
         if fp8_output:

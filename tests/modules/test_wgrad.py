@@ -64,3 +64,20 @@ def test_later_gradients_are_added_in_the_memory_of_those_that_are_there(kind: s
     step(other)
     for w, v, held in zip(weights(layer), weights(other), flat, strict=True):
         assert w.grad is held and torch.equal(held, v.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_computed_weight_has_no_later_gradient(kind: str) -> None:
+    """It would be left with a tensor that is gone."""
+
+    class Twice(nn.Module):
+        def forward(self, w: Any) -> Any:
+            return w * 2
+
+    layer = KINDS[kind](delay_wgrad_compute=True)
+    (name, *_) = [n for n, _ in layer.named_parameters() if "weight" in n and "norm" not in n]
+    nn.utils.parametrize.register_parametrization(layer, name, Twice())
+    with pytest.raises(RuntimeError, match=r"delay_wgrad_compute: .* computed .*; leave"):
+        step(layer)
+    with torch.no_grad():
+        assert forward(layer).shape == (8, 32)
