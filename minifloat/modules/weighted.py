@@ -42,8 +42,6 @@ class Weighted(Projection):
         self._shard(in_features, out_features, where)
         check_parameter_dtype(dtype, where)
         column = self.tp_size if self.parallel_mode == "column" else 1
-        self.use_bias = bias
-        self.apply_bias = bias and not self.return_bias
         self._splits = splits(parameters_split, out_features, column, where)
         if len(self._splits) > 1 and device.type == "meta":
             raise ModeError(
@@ -117,6 +115,16 @@ class Weighted(Projection):
                 b.tensor_model_parallel = True
                 b.partition_dim, b.partition_stride = 0, 1
 
+    @property
+    def use_bias(self) -> bool:
+        """Whether there is a bias: as an `nn.Linear`'s, one may be given, or taken away, later."""
+        return bool(self._biases())
+
+    @property
+    def apply_bias(self) -> bool:
+        """Whether the output has it."""
+        return self.use_bias and not self.return_bias
+
     def _weights(self) -> list[Any]:
         return [getattr(self, f"{prefix}weight") for prefix in self._splits]
 
@@ -132,9 +140,10 @@ class Weighted(Projection):
         return [weight] if "" in self._splits else self._weights()
 
     def _bias(self) -> Any:
-        if not self.use_bias:
-            return None
-        return self.bias if "" in self._splits else _joined(self._biases())
+        if "" in self._splits:
+            return self.bias
+        found = self._biases()
+        return _joined(found) if found else None
 
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw` has anything to do with this module."""
