@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "add_gradient",
     "check_eps",
     "check_leaves",
+    "check_one_main_grad",
     "check_parameter_dtype",
     "check_recipe_of",
     "check_size",
@@ -211,6 +212,15 @@ def check_leaves(weights: Iterable[Any], where: str) -> None:
             f"{where}: delay_wgrad_compute: the weight is computed of other tensors (by a "
             "parametrization, for instance), which a gradient that comes after backward does not "
             "reach; leave delay_wgrad_compute out"
+        )
+
+
+def check_one_main_grad(parts: Collection[Any], where: str) -> None:
+    """Raise unless a weight is one parameter."""
+    if len(parts) > 1:
+        raise ValueError(
+            f"{where}: fuse_wgrad_accumulation with parameters_split: one product cannot be added "
+            "to the main_grad of several parameters; leave one of them out"
         )
 
 

@@ -27,6 +27,7 @@ from ..module import HIGH_PLAN, Begun
 from ..parameters import (
     add_gradient,
     check_leaves,
+    check_one_main_grad,
     check_recipe_of,
     check_size,
     find_main_grad,
@@ -91,10 +92,6 @@ class Projection(CachesWeight):
         self.cache_weights = cache_weights
         self.wgrad_store = WeightGradStore(delay_wgrad_compute)
         self._init_recipe, self._preserve = STATE.init, STATE.preserve
-        # Whether a call has more to it than its recipe: most have not, and cost less.
-        self._special = (
-            fuse_wgrad_accumulation or delay_wgrad_compute or save_original_input or cache_weights
-        )
         self._counts: Tensor | None = None  # of the products that ran, while somebody counts
         self._probe: Any = None  # of the operands, while somebody looks
         self._cached: Cached | None = None
@@ -142,6 +139,18 @@ class Projection(CachesWeight):
         """Whether a quantized weight keeps the value that it was made from."""
         return self._preserve
 
+    @property
+    def _special(self) -> bool:
+        """Whether a call has more to it than its recipe: most have not, and cost less. Asked at
+        each, since options may be set on a layer that is there (Megatron sets save_original_input).
+        """
+        return (
+            self.fuse_wgrad_accumulation
+            or self.save_original_input
+            or self.cache_weights
+            or self.wgrad_store.enabled
+        )
+
     # ------------------------------------------------------------------------------- a forward
     def _refuser(
         self,
@@ -184,6 +193,7 @@ class Projection(CachesWeight):
         if inp is not None and self._collects():
             self._check_sequence(inp.shape)
         if self._into_main_grad(weight):
+            check_one_main_grad(owners, self._where())
             find_main_grad(owners[0], self._where(), "fuse_wgrad_accumulation")
         elif self.wgrad_store.enabled:
             check_leaves(owners, self._where())

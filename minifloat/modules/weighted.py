@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import apart
 from ..parameters import (
+    check_one_main_grad,
     check_parameter_dtype,
     default_device,
     initialise,
@@ -53,11 +54,8 @@ class Weighted(Projection):
                 f"{where}: parameters_split inside quantized_model_init: the parts of a quantized "
                 "weight cannot be split; construct it outside, or without parameters_split"
             )
-        if len(self._splits) > 1 and self.fuse_wgrad_accumulation:
-            raise ValueError(
-                f"{where}: fuse_wgrad_accumulation with parameters_split: one product cannot be "
-                "added to the main_grad of several parameters; leave one of them out"
-            )
+        if self.fuse_wgrad_accumulation:
+            check_one_main_grad(self._splits, where)
         weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
         vector = torch.zeros(self.out_features, dtype=dtype, device=device)
         rows = list(self._splits.values())
