@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
 from torch._C._dynamo import eval_frame
+from torch.autograd import forward_ad
 
 from . import replays
 
@@ -21,8 +22,9 @@ __all__ = ["chain", "later", "run"]
 Link = tuple[Any, Any]
 _TWICE = b"minifloat: these layers have no second derivative; use torch.nn's where one is needed"
 _TRANSFORM = (
-    "minifloat: these layers run inside no transform of torch.func (vmap, grad, jvp, ...), in high "
-    "precision neither; differentiate with torch.autograd, or use torch.nn's layers there"
+    "minifloat: these layers run inside no transform of torch.func (vmap, grad, jvp, ...) nor in "
+    "forward-mode differentiation, in high precision neither; differentiate with torch.autograd, "
+    "or use torch.nn's layers there"
 )
 
 
@@ -42,6 +44,8 @@ def run(work: Any, data: Any, *tensors: Any, shield: str = "") -> Any:
             return work.forward(data, tensors)[0]
         return _Run.apply(work, data, shield, *tensors)  # type: ignore[no-untyped-call]
     _refuse_transforms()
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
     if not torch.is_grad_enabled():
         return replays.forward(work, data, tensors)[0]
     return _apply(work, data, shield, *tensors)
@@ -51,6 +55,14 @@ def _refuse_transforms() -> None:
     """A graph would take our gradients for zeros, and kernels know nothing of batches."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(_TRANSFORM)
+
+
+def _refuse_tangents(tensors: tuple[Any, ...]) -> None:
+    """Kernels lose what forward-mode differentiation follows, which needs no gradients on."""
+    for t in tensors:
+        tangent = forward_ad.unpack_dual(t).tangent if isinstance(t, Tensor) else None  # type: ignore[no-untyped-call]
+        if tangent is not None:
+            raise RuntimeError(_TRANSFORM)
 
 
 def chain(links: tuple[Link, ...], x: Tensor, *params: Tensor | None, shield: str = "") -> Any:

@@ -23,6 +23,7 @@ from .core import grouped
 from .core.linear import Call
 from .module import HIGH_PLAN, Module
 from .parameters import (
+    add_gradient,
     default_device,
     initialise,
     keep_values,
@@ -415,8 +416,7 @@ class Experts(Module):
             parts = (dw,) if self.single_grouped_weight else dw.unbind(0)
             for w, part in zip(owners, parts, strict=True):
                 if w.requires_grad:
-                    made = part.to(w.dtype)  # torch.autocast, where nothing quantizes
-                    w.grad = made if w.grad is None else w.grad + made
+                    add_gradient(w, part)
         for hook in store.hooks:
             hook()
 

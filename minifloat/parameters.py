@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from .recipe.plan import Plan
 from .tensors import GroupedTensorStorage, QuantizedTensorStorage
 
 __all__ = [
+    "add_gradient",
     "check_eps",
+    "check_leaves",
+    "check_one_main_grad",
     "check_parameter_dtype",
     "check_recipe_of",
     "check_size",
@@ -200,6 +203,27 @@ def quantized_weight(weight: Any, plan: Plan, where: str) -> Any:
     return weight
 
 
+def check_leaves(weights: Iterable[Any], where: str) -> None:
+    """Raise for a weight that is computed of others: it is gone when its gradient comes later."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    if any(w.requires_grad and not w.is_leaf for w in weights):
+        raise RuntimeError(
+            f"{where}: delay_wgrad_compute: the weight is computed of other tensors (by a "
+            "parametrization, for instance), which a gradient that comes after backward does not "
+            "reach; leave delay_wgrad_compute out"
+        )
+
+
+def check_one_main_grad(parts: Collection[Any], where: str) -> None:
+    """Raise unless a weight is one parameter."""
+    if len(parts) > 1:
+        raise ValueError(
+            f"{where}: fuse_wgrad_accumulation with parameters_split: one product cannot be added "
+            "to the main_grad of several parameters; leave one of them out"
+        )
+
+
 def check_recipe_of(weight: Any, plan: Plan, where: str) -> None:
     """Raise unless `plan` multiplies weights that are quantized as this one is, or none."""
     if plan.w_row.layout[0] is not torch.uint8:
@@ -262,3 +286,14 @@ def main_grad(weight: Any, where: str, argument: str) -> tuple[Tensor, bool, boo
         weight.grad_added_to_main_grad = True
         dummy = bool(getattr(weight, "zero_out_wgrad", False))
     return found, bool(getattr(weight, "overwrite_main_grad", False)), dummy
+
+
+def add_gradient(parameter: Any, gradient: Tensor) -> None:
+    """To what `parameter.grad` holds, in its memory, as autograd does: that may be a part of a flat
+    buffer, or what a CUDA graph reads."""
+    made = gradient.to(parameter.dtype)  # torch.autocast, where nothing quantizes
+    if parameter.grad is None:
+        parameter.grad = made
+        return
+    with torch.no_grad():
+        parameter.grad.add_(made)

@@ -124,7 +124,7 @@ def wgrad(g_col: Grouped, x_col: Grouped, group: Members, call: Call) -> Any:
     `main_grad` is one tensor of that shape, or a tuple of one for each member; None: it has none.
     """
     if call.defer is not None:
-        call.defer(g_col, x_col, group, call._replace(defer=None))
+        call.defer(g_col, x_col, group, call._replace(defer=None, dummy=None))
         return None
     by: Any = {"multiply": contraction, "members": group}
     out: Any = call.main_grad

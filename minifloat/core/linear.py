@@ -205,7 +205,7 @@ def wgrad(g_col: Any, x_col: Any, call: Call, **by: Any) -> Tensor | None:
     `by` is for `product`.
     """
     if call.defer is not None:
-        call.defer(g_col, x_col, call._replace(defer=None))
+        call.defer(g_col, x_col, call._replace(defer=None, dummy=None))
         return None
     if call.alpha != 1.0:
         by["alpha"] = call.alpha

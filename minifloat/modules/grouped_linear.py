@@ -14,7 +14,13 @@ from .. import autograd, ragged
 from ..core import grouped
 from ..experts import QUANTIZED, Apart, Experts, Later, Splits, together
 from ..module import Begun
-from ..parameters import check_parameter_dtype, default_device, default_init, find_main_grad
+from ..parameters import (
+    check_leaves,
+    check_parameter_dtype,
+    default_device,
+    default_init,
+    find_main_grad,
+)
 from ..recipe.delayed import DelayedState
 from ..recipe.plan import Plan
 from ..tensors import QuantizedTensorStorage
@@ -206,6 +212,8 @@ class GroupedLinear(Experts, Projection):
             self._check_recipe(w, plan)
             if self._into_main_grad(w):
                 find_main_grad(w, self._where(), "fuse_wgrad_accumulation")
+            elif self.wgrad_store.enabled:
+                check_leaves([w], self._where())
         if self.save_original_input:
             self._check_saving(plan)
 

@@ -138,7 +138,7 @@ class LayerNormLinear(Weighted, Normed):
         self._advise(begun, inp)
         weight = self._weight(weight, inp.dtype, begun)
         grads = torch.is_grad_enabled()
-        fused = bias if self.apply_bias else None
+        fused = None if self.return_bias else bias
         needs_norm = self._norm_needs(inp)
         needs = (
             True in needs_norm,

@@ -116,8 +116,7 @@ class LayerNormMLP(Module, Normed):
         self.name = name
         self.activation, self.checkpoint = activation, checkpoint
         self._act = _activation(activation, activation_params, where)
-        self.return_bias, self.use_bias = return_bias, bias
-        self.apply_bias = bias and not return_bias
+        self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.set_parallel_mode = set_parallel_mode
@@ -207,6 +206,16 @@ class LayerNormMLP(Module, Normed):
             self.register_parameter(f"{part}_weight", made)
 
     @property
+    def use_bias(self) -> bool:
+        """Whether there is a bias of fc2: one may be given, or taken away, later."""
+        return self.fc2_bias is not None
+
+    @property
+    def apply_bias(self) -> bool:
+        """Whether the output has it."""
+        return self.use_bias and not self.return_bias
+
+    @property
     def recipe(self) -> Recipe | None:
         """Of both layers, where no autocast is active."""
         return self.fc1.recipe
@@ -284,7 +293,7 @@ class LayerNormMLP(Module, Normed):
         weight1 = fc1._weight(w1, inp.dtype, begun1)
         weight2 = fc2._weight(w2, inp.dtype, begun2)
         row = fc2.parallel_mode == "row" and fc2.tp_size > 1
-        fused2 = b2 if self.apply_bias and not row else None
+        fused2 = None if self.return_bias or row else b2
         grads = torch.is_grad_enabled()
         needs_norm = self._norm_needs(inp)
         needs1 = (
@@ -311,7 +320,7 @@ class LayerNormMLP(Module, Normed):
         ln_out = None
         if self.return_layernorm_output:
             y, ln_out = y
-        if self.apply_bias and row and b2 is not None:
+        if row and b2 is not None and not self.return_bias:
             y = y + b2
         extra = (*((b2,) if self.return_bias else ()), *(() if ln_out is None else (ln_out,)))
         return (y, *extra) if extra else y

@@ -97,7 +97,6 @@ class Linear(Weighted, nn.Linear):
         module._init_recipe, module._preserve = None, False
         module.return_bias = False
         module._init_method, module._tracker = default_init, (None, None)
-        module.use_bias = module.apply_bias = module.bias is not None
         module._splits = {"": out}
 
     def extra_repr(self) -> str:
@@ -133,7 +132,7 @@ class Linear(Weighted, nn.Linear):
             self._calibrate(inp, weight, begun)
         grads = torch.is_grad_enabled()
         row = self.parallel_mode == "row"
-        fused = bias if self.apply_bias and not row else None
+        fused = None if self.return_bias or row else bias
         needs = (
             grads and inp.requires_grad,
             grads and weight.requires_grad,
@@ -141,7 +140,7 @@ class Linear(Weighted, nn.Linear):
         )
         call = self._call(begun, needs, inp, weight, owners, first, fp8_grad)
         y = run(self._links(call, inp.shape), inp, (weight, fused), True in needs)
-        if self.apply_bias and row and bias is not None:
+        if row and bias is not None and not self.return_bias:
             y = y + bias
         if fp8_output:
             y = self._output_quantizer(begun, y.requires_grad).quantize(y)

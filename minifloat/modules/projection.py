@@ -24,7 +24,16 @@ from ..core.linear import Linear as LinearOp
 from ..formats import Operand
 from ..inputs import INPUT_DTYPES, check_whole
 from ..module import HIGH_PLAN, Begun
-from ..parameters import check_recipe_of, check_size, find_main_grad, main_grad, quantized_weight
+from ..parameters import (
+    add_gradient,
+    check_leaves,
+    check_one_main_grad,
+    check_recipe_of,
+    check_size,
+    find_main_grad,
+    main_grad,
+    quantized_weight,
+)
 from ..quantizers import UsageError
 from ..recipe.autocast import STATE
 from ..recipe.plan import Plan
@@ -83,10 +92,6 @@ class Projection(CachesWeight):
         self.cache_weights = cache_weights
         self.wgrad_store = WeightGradStore(delay_wgrad_compute)
         self._init_recipe, self._preserve = STATE.init, STATE.preserve
-        # Whether a call has more to it than its recipe: most have not, and cost less.
-        self._special = (
-            fuse_wgrad_accumulation or delay_wgrad_compute or save_original_input or cache_weights
-        )
         self._counts: Tensor | None = None  # of the products that ran, while somebody counts
         self._probe: Any = None  # of the operands, while somebody looks
         self._cached: Cached | None = None
@@ -134,6 +139,18 @@ class Projection(CachesWeight):
         """Whether a quantized weight keeps the value that it was made from."""
         return self._preserve
 
+    @property
+    def _special(self) -> bool:
+        """Whether a call has more to it than its recipe: most have not, and cost less. Asked at
+        each, since options may be set on a layer that is there (Megatron sets save_original_input).
+        """
+        return (
+            self.fuse_wgrad_accumulation
+            or self.save_original_input
+            or self.cache_weights
+            or self.wgrad_store.enabled
+        )
+
     # ------------------------------------------------------------------------------- a forward
     def _refuser(
         self,
@@ -176,7 +193,10 @@ class Projection(CachesWeight):
         if inp is not None and self._collects():
             self._check_sequence(inp.shape)
         if self._into_main_grad(weight):
+            check_one_main_grad(owners, self._where())
             find_main_grad(owners[0], self._where(), "fuse_wgrad_accumulation")
+        elif self.wgrad_store.enabled:
+            check_leaves(owners, self._where())
         if self.save_original_input:
             self._check_saving(plan)
         if fp8_output:
@@ -447,8 +467,7 @@ class Projection(CachesWeight):
             for w, part in zip(owners, torch.split(dw, rows), strict=True):
                 if not w.requires_grad:  # a frozen part of a split weight
                     continue
-                made = part.to(w.dtype)
-                w.grad = made if w.grad is None else w.grad + made
+                add_gradient(w, part)
         for hook in self.wgrad_store.hooks:
             hook()
 

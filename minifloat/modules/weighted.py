@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import apart
 from ..parameters import (
+    check_one_main_grad,
     check_parameter_dtype,
     default_device,
     initialise,
@@ -42,8 +43,6 @@ class Weighted(Projection):
         self._shard(in_features, out_features, where)
         check_parameter_dtype(dtype, where)
         column = self.tp_size if self.parallel_mode == "column" else 1
-        self.use_bias = bias
-        self.apply_bias = bias and not self.return_bias
         self._splits = splits(parameters_split, out_features, column, where)
         if len(self._splits) > 1 and device.type == "meta":
             raise ModeError(
@@ -55,11 +54,8 @@ class Weighted(Projection):
                 f"{where}: parameters_split inside quantized_model_init: the parts of a quantized "
                 "weight cannot be split; construct it outside, or without parameters_split"
             )
-        if len(self._splits) > 1 and self.fuse_wgrad_accumulation:
-            raise ValueError(
-                f"{where}: fuse_wgrad_accumulation with parameters_split: one product cannot be "
-                "added to the main_grad of several parameters; leave one of them out"
-            )
+        if self.fuse_wgrad_accumulation:
+            check_one_main_grad(self._splits, where)
         weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
         vector = torch.zeros(self.out_features, dtype=dtype, device=device)
         rows = list(self._splits.values())
@@ -117,6 +113,16 @@ class Weighted(Projection):
                 b.tensor_model_parallel = True
                 b.partition_dim, b.partition_stride = 0, 1
 
+    @property
+    def use_bias(self) -> bool:
+        """Whether there is a bias: as an `nn.Linear`'s, one may be given, or taken away, later."""
+        return bool(self._biases())
+
+    @property
+    def apply_bias(self) -> bool:
+        """Whether the output has it."""
+        return self.use_bias and not self.return_bias
+
     def _weights(self) -> list[Any]:
         return [getattr(self, f"{prefix}weight") for prefix in self._splits]
 
@@ -132,9 +138,10 @@ class Weighted(Projection):
         return [weight] if "" in self._splits else self._weights()
 
     def _bias(self) -> Any:
-        if not self.use_bias:
-            return None
-        return self.bias if "" in self._splits else _joined(self._biases())
+        if "" in self._splits:
+            return self.bias
+        found = self._biases()
+        return _joined(found) if found else None
 
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw` has anything to do with this module."""
