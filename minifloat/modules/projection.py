@@ -83,15 +83,24 @@ class Projection(CachesWeight):
         self.cache_weights = cache_weights
         self.wgrad_store = WeightGradStore(delay_wgrad_compute)
         self._init_recipe, self._preserve = STATE.init, STATE.preserve
-        # Whether a call has more to it than its recipe: most have not, and cost less.
-        self._special = (
-            fuse_wgrad_accumulation or delay_wgrad_compute or save_original_input or cache_weights
-        )
         self._counts: Tensor | None = None  # of the products that ran, while somebody counts
         self._probe: Any = None  # of the operands, while somebody looks
         self._cached: Cached | None = None
         self._cached_version: Versions | None = None
         self._preallocated = ""  # Plan.weight_key of a workspace held in buffers
+
+    @property
+    def _special(self) -> bool:
+        """Whether a call has more to it than its recipe: most have not, and cost less.
+
+        Of now: Megatron sets `save_original_input` on layers that it was given.
+        """
+        return (
+            self.fuse_wgrad_accumulation
+            or self.save_original_input
+            or self.cache_weights
+            or self.wgrad_store.enabled
+        )
 
     def _shard(self, in_features: int, out_features: int, where: str) -> None:
         """This rank's sizes of a weight."""
