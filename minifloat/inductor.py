@@ -25,7 +25,7 @@ __all__ = ["REVISION", "register"]
 
 # Caches of compiled code do not hash lowerings: the operators' arguments carry this number. Raise
 # it with every change of the arithmetic below, or of the reference's.
-REVISION = 2
+REVISION = 3
 
 Math = Callable[..., list[Tensor]]
 _registered = False
@@ -109,7 +109,23 @@ def _quantize(x: Tensor, row: Cast, *rest: Any) -> list[Tensor]:
 
 def _quantize_fuses(x: Any, row: Cast | None, col: Cast | None, *rest: Any) -> bool:
     keep_amax = len(rest) > 4 and rest[4]
-    return col is None and row is not None and _fp32_scales(row) and not (keep_amax or row.room[1])
+    if col is not None or row is None or not _fp32_scales(row) or keep_amax or row.room[1]:
+        return False
+    return _whole_blocks(x.meta["val"], row)
+
+
+def _whole_blocks(x: Tensor, row: Cast) -> bool:
+    """Whether blocks fill x up, or there is one, as far as that matters.
+
+    Inductor's loops in C++ (PyTorch 2.13) split an index that is divided by a block's length, and
+    leave out what is no whole block: codes would be whatever memory held.
+    """
+    if x.device.type != "cpu" or not row.tiled:
+        return True
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+    sizes = zip(parts(flatten(x.shape), row, None)[0].shape, row.layout[2], strict=True)
+    return all(t == 1 or known(n <= t) or known(n % t == 0) for n, t in sizes)
 
 
 def _quantize_scaled(x: Tensor, scale: Tensor, cast: Cast, *_: Any) -> list[Tensor]:

@@ -242,6 +242,8 @@ class Module(nn.Module):
             with unseen(True):
                 entry.scales = [None if s is None else s[0].clone() for s in (x, w, None)]
         elif library.traced():
+            if torch.is_grad_enabled() and torch.compiler.is_compiling() and _partitions_again():
+                raise NotImplementedError(f"{self._where()}: {_AGAIN}")
             # The scales move on before backward, where a graph would read them again.
             w = None if w is None else (scalars.snapshot(w[0]), w[1])
             if STATE.checkpointed:
@@ -362,6 +364,25 @@ class Module(nn.Module):
     def _where(self) -> str:
         """How messages call this module."""
         return f"{type(self).__name__}({self.name})" if self.name else type(self).__name__
+
+
+_AGAIN = (
+    "delayed scaling inside torch.compile with torch._functorch.config.activation_memory_budget "
+    "below 1 or aggressive_recomputation: backward would cast again what forward cast, by scales "
+    "that have moved on; leave them at their defaults and use minifloat.checkpoint, or a recipe "
+    "without history"
+)
+
+
+def _partitions_again() -> bool:
+    """Whether PyTorch may split a graph so that backward repeats any operator of forward."""
+    config: Any = torch._functorch.config
+    allowed = not config.ban_recompute_not_in_allowlist or config.aggressive_recomputation
+    return bool(allowed or config.activation_memory_budget < 1)
+
+
+# Asked while tracing, the answer is a constant: see `env.capability`.
+_partitions_again._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _anonymous(module_type: str) -> tuple[RoleKeys, RoleKeys]:

@@ -602,3 +602,30 @@ def test_a_checkpoint_that_fails_in_a_graph_leaves_nothing() -> None:
     with pytest.raises(ArithmeticError):
         torch.compile(lambda x: minifloat.checkpoint(fails, x), backend="aot_eager")(data(0))
     assert not STATE.checkpointed
+
+
+@pytest.mark.parametrize(
+    "option", [{"activation_memory_budget": 0.5}, {"aggressive_recomputation": True}]
+)
+def test_a_graph_whose_backward_may_repeat_any_operator(option: dict[str, Any]) -> None:
+    """It would cast by delayed scaling's scales of then; other recipes repeat what they did."""
+    torch._dynamo.reset()
+    layer = minifloat.Linear(48, 64, device="cpu")
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(6, 48)
+
+    def gradient(run: Any, recipe: Any) -> Any:
+        layer.zero_grad()
+        with minifloat.autocast(recipe=recipe):
+            y = run(x * 2)
+        y.square().sum().backward()
+        return layer.weight.grad
+
+    with torch._functorch.config.patch(**option):
+        block = recipes.Float8BlockScaling()
+        assert torch.equal(gradient(call, block), gradient(layer, block))
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="activation_memory_budget"):
+            gradient(call, recipes.DelayedScaling())
+        with torch.no_grad(), minifloat.autocast(recipe=recipes.DelayedScaling()):
+            assert torch.equal(call(x), layer(x))
+    assert not layer.delayed.history_backward.any()

@@ -342,6 +342,22 @@ def test_forward_says_that_main_grad_has_the_gradient(name: str, compiled: bool)
     assert off <= tolerance * plain.weight.grad.norm()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_options_that_are_set_later(compiled: bool) -> None:
+    """Megatron sets `save_original_input` on layers it was given: what is set, is in force."""
+    layer, x, recipe = linear(), sample(6, 48), RECIPES["current"]()
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    step(call, x, recipe)
+    expected = layer.weight.grad
+    layer.weight.grad, layer.weight.main_grad = None, torch.zeros(64, 48)
+    layer.fuse_wgrad_accumulation = True
+    step(call, x, recipe)
+    assert layer.weight.grad is None and torch.equal(layer.weight.main_grad, expected)
+    layer.save_original_input = True
+    with pytest.raises(ValueError, match="save_original_input"):
+        step(layer, x, RECIPES["delayed"]())
+
+
 @quick(("current", "delayed", "nvfp4"))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_retained_graph_gives_its_gradients_twice(name: str, compiled: bool) -> None:
