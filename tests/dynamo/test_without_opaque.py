@@ -10,7 +10,10 @@ from ..quantizers.cases import (
     sample,
 )
 
+# PyTorch 2.13 itself needs the API for DTensor, which it imports at the first operator on a tensor
+# of a subclass.
 HIDDEN = """
+import torch.distributed.tensor
 import torch._library.opaque_object as api
 del api.register_opaque_type
 import torch, minifloat as mf
