@@ -15,7 +15,7 @@ from torch._C import _len_torch_dispatch_stack
 
 from . import opaque, programs
 
-__all__ = ["Definition", "define", "op", "traced"]
+__all__ = ["Definition", "define", "op", "traced", "watched"]
 
 # A schema, what implements it, and its fake.
 Definition = tuple[str, Callable[..., Any], Callable[..., Any]]
@@ -25,10 +25,11 @@ _LIBRARY = torch.library.Library("minifloat", "FRAGMENT")  # type: ignore[no-unt
 
 def traced() -> bool:
     """Whether a call is to be seen as an operator: 0.15 us."""
-    if not opaque.AVAILABLE:
-        return False
-    if torch.compiler.is_compiling():
-        return True
+    return opaque.AVAILABLE and (torch.compiler.is_compiling() or watched())
+
+
+def watched() -> bool:
+    """Whether, in eager mode, somebody wants to see operators."""
     return _len_torch_dispatch_stack() > 0 and not programs.alone()
 
 

@@ -31,11 +31,16 @@ HIGH_PLAN = Plan(
 )  # fmt: skip
 
 Lives = tuple[Live | None, Live | None, Live | None]
+NOT_LIVE: Lives = (None, None, None)
 RoleKeys = tuple[tuple[str, str, str] | None, ...] | None
 
 
 class Begun(NamedTuple):
-    """What one forward captured: its plan, delayed scaling's tensors, and its record."""
+    """What one forward captured: its plan, delayed scaling's tensors, and its record.
+
+    `chains` is for what eager calls that capture the same make of it, once; None where each is its
+    own.
+    """
 
     plan: Plan
     live: Lives
@@ -44,6 +49,7 @@ class Begun(NamedTuple):
     calibration: Plan | None
     entry: Entry | None
     replays: bool
+    chains: dict[Any, Any] | None = None
 
 
 class Module(nn.Module):
@@ -70,6 +76,7 @@ class Module(nn.Module):
         self._role_keys: tuple[RoleKeys, RoleKeys] | None = None
         self._has_own_roles = type(self).get_quantizer_roles is not Module.get_quantizer_roles
         self._anonymous = _anonymous(self.module_type)
+        self._last_begun: Begun | None = None
         self.delayed = DelayedState(device)
 
     # --------------------------------------------------------------------------------- roles
@@ -195,7 +202,8 @@ class Module(nn.Module):
 
         `refuse` raises where a call does not go with the plan, before anything has changed.
         """
-        new, old = ([], None) if torch.compiler.is_compiling() else tapes()
+        compiling = torch.compiler.is_compiling()
+        new, old = ([], None) if compiling else tapes()
         entry: Entry | None = None
         replays = old is not None
         if old is not None:
@@ -218,18 +226,28 @@ class Module(nn.Module):
         if entry is not None:
             for found in new:
                 found.record(entry)
+        alone = entry is None and not (compiling or library.watched())
         if plan.update is None:
-            return Begun(plan, (None, None, None), None, group, calibration, entry, replays)
-        state = self.delayed
+            if alone:
+                return self._known(plan, NOT_LIVE, None, group, calibration)
+            return Begun(plan, NOT_LIVE, None, group, calibration, entry, replays)
+        state: Any = self._modules["delayed"]
         if not replays:
             self._fit(state, plan.update.history_len)
             if not repeated():  # whose graph changes no objects: see DelayedState.ran
                 state.__dict__["used"] = True
                 note(state, plan, recipe, roles)
-        if entry is None and not library.traced():
+        if alone:
             held = state.held(plan)
             slots = held.backward if torch.is_grad_enabled() else None
-            return Begun(plan, held.live, slots, group, calibration, None, False)
+            return self._known(plan, held.live, slots, group, calibration)
+        live = self._lives(plan, entry, replays)
+        slots = state.backward_slots(plan.backward_limits) if torch.is_grad_enabled() else None
+        return Begun(plan, live, slots, group, calibration, entry, replays)
+
+    def _lives(self, plan: Plan, entry: Entry | None, replays: bool) -> Lives:
+        """Delayed scaling's tensors of a call that is recorded, repeated, or seen by a graph."""
+        state = self.delayed
         x: Live | None = state.live("input") if plan.delayed[0] else None
         w: Live | None = state.live("weight") if plan.delayed[1] else None
         g = state.live("grad_output") if plan.delayed[3] else None
@@ -248,8 +266,24 @@ class Module(nn.Module):
             w = None if w is None else (scalars.snapshot(w[0]), w[1])
             if STATE.checkpointed:
                 x = None if x is None else (scalars.snapshot(x[0]), x[1])
-        slots = state.backward_slots(plan.backward_limits) if torch.is_grad_enabled() else None
-        return Begun(plan, (x, w, g), slots, group, calibration, entry, replays)
+        return x, w, g
+
+    def _known(
+        self, plan: Plan, live: Lives, slots: Slots | None, group: str | None, calibration: Any
+    ) -> Begun:
+        """What an eager call captured: the last one's, if that captured the same."""
+        begun = self._last_begun
+        if (
+            begun is None
+            or begun.plan is not plan
+            or begun.live is not live
+            or begun.slots is not slots
+            or begun.group != group
+            or begun.calibration is not calibration
+        ):
+            begun = Begun(plan, live, slots, group, calibration, None, False, {})
+            self.__dict__["_last_begun"] = begun  # not by nn.Module's, which looks for tensors
+        return begun
 
     def _fit(self, state: DelayedState, length: int) -> None:
         """Histories of the recipe's length; a graph uses the first rows of longer ones."""
@@ -345,6 +379,9 @@ class Module(nn.Module):
             now.update({k: v for k, v in attributes.items() if k not in now})
         self._link()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_last_begun": None}
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

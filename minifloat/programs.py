@@ -43,8 +43,8 @@ __all__ = [
 _AS_IS = frozenset({int, bool, float, str, type(None), torch.dtype, torch.device, type})
 _PLAIN, _TENSOR, _SEVERAL, _INTERNED, _FOREIGN, _TOLD = range(6)  # as in batch.c
 _PARTS: dict[type, int] = {}  # `_part` of the types that were seen
-# What `walk` found: a key, the tensors, and the index of their device.
-Told = tuple[tuple[Hashable, ...], tuple[Tensor, ...], int]
+# What `walk` found: one object for equal keys, the tensors, and the index of their device.
+Told = tuple[object, tuple[Tensor, ...], int]
 
 
 class _Local(threading.local):
@@ -91,6 +91,8 @@ def record(recorder: Recorder, ordinary: Callable[[], Any]) -> Any:
 # never comes again is not worth a recording. Programs hold code and shapes, no memory.
 _PROGRAMS: dict[Hashable, Program | str | None] = {}
 LIMIT = 4096
+# What stands for a key that was told: hashed as one object, not item by item.
+_TELLING: dict[Hashable, object] = {}
 
 
 def sight(table: dict[Hashable, Any], of: Hashable) -> None:
@@ -162,7 +164,11 @@ def tell(value: Any, index: int) -> Told | None:
     tells it."""
     key: list[Any] = []
     found: list[Tensor] = []
-    return (tuple(key), tuple(found), index) if walk(value, key, found, index) else None
+    if not walk(value, key, found, index):
+        return None
+    if len(_TELLING) >= LIMIT:
+        _TELLING.clear()
+    return _TELLING.setdefault(tuple(key), object()), tuple(found), index
 
 
 def _part(kind: type) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.nn import Parameter
 
-from . import env, library, programs
+from . import env, programs
 from .programs import walk
 from .recorder import Recorder
 from .writer import Program
@@ -100,7 +100,7 @@ def backward(
     index = recorded.index
     if not env.is_current(index):
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
-    if not (walk(saved, key, found, index) and walk(grads, key, found, index)):
+    if not walk((saved, grads), key, found, index):
         found.clear()
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
     known, of = recorded.backward, tuple(key)
@@ -129,7 +129,8 @@ def _kind(
     x = tensors[0]
     if type(x) is not Tensor and type(x) is not Parameter:
         return None
-    if not (env.runs_kernels(x) and env.replays()) or library.traced():
+    # Callers have asked whether a graph is traced.
+    if not (env.runs_kernels(x) and env.replays()) or _len_torch_dispatch_stack() > 0:
         return None
     if programs.recording() is not None:
         return None
@@ -145,7 +146,7 @@ def _kind(
     key: list[Any] = [work, own, index, _ranks()]
     held: list[Tensor] = []
     found: list[Tensor] = []
-    if not walk(data, key, held, index) or not walk(tensors, key, found, index):
+    if not walk((data,), key, held, index) or not walk(tensors, key, found, index):
         return None
     return tuple(key), tuple(held), [*found, *held]
 

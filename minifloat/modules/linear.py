@@ -138,8 +138,8 @@ class Linear(Weighted, nn.Linear):
             grads and weight.requires_grad,
             grads and fused is not None and fused.requires_grad,
         )
-        call = self._call(begun, needs, inp, weight, owners, first, fp8_grad)
-        y = run(self._links(call, inp.shape), inp, (weight, fused), True in needs)
+        links = self._chain(begun, needs, inp, weight, owners, first, fp8_grad)
+        y = run(links, inp, (weight, fused), True in needs)
         if row and bias is not None and not self.return_bias:
             y = y + bias
         if fp8_output:

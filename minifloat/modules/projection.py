@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import dispatch
+from .. import dispatch, programs
 from ..autograd import chain
 from ..core import collectives
 from ..core.linear import Call
@@ -46,6 +46,12 @@ from .workspace import Cached, Versions
 __all__ = ["ModeError", "Projection", "is_quantized", "refuse_unsupported", "run"]
 
 MODES = (None, "column", "row")
+
+
+class Chain(tuple[Any, ...]):
+    """Links that many calls are given."""
+
+    told: programs.Told | None = None
 
 
 class Projection(CachesWeight):
@@ -225,6 +231,12 @@ class Projection(CachesWeight):
             tokens, features = inp.shape[:-1].numel(), (self.in_features, self.out_features)
             advise(self._where(), plan, tokens, *features, inp.device)
 
+    def _plain(self, begun: Begun, first: bool | None, fp8_grad: bool) -> bool:
+        """Whether a call has nothing to it but its recipe."""
+        watched = self._counts is not None or self._probe is not None
+        asked = first is not None or fp8_grad or begun.plan.stochastic
+        return not (watched or asked or self._special)
+
     def _call(
         self,
         begun: Begun,
@@ -239,8 +251,7 @@ class Projection(CachesWeight):
         plan = begun.plan
         slots = begun.slots if needs[0] or needs[1] else None
         sizes = (inp.dtype, weight.dtype, self.in_features)
-        special = self._special or self._counts is not None or self._probe is not None
-        if not (special or first is not None or fp8_grad or plan.stochastic):
+        if self._plain(begun, first, fp8_grad):
             return Call(plan, needs, *sizes, begun.live, slots, begun.group)
         cached, live = self._workspace(weight, owners, begun, first, needs[0]), begun.live
         if cached is not None and cached.scale is not None:
@@ -261,6 +272,30 @@ class Projection(CachesWeight):
             counts=self._counts,
             probe=self._probe,
         )
+
+    def _chain(
+        self,
+        begun: Begun,
+        needs: tuple[bool, bool, bool],
+        inp: Any,
+        weight: Any,
+        owners: list[Any],
+        first: bool | None,
+        fp8_grad: bool = False,
+    ) -> tuple[Any, ...]:
+        """`_links` of `_call`; of a plain one as it was made, and told to programs, before."""
+        chains = begun.chains
+        if chains is None or self._collects() or not self._plain(begun, first, fp8_grad):
+            call = self._call(begun, needs, inp, weight, owners, first, fp8_grad)
+            return self._links(call, inp.shape)
+        index = inp.get_device()
+        of = (needs, inp.dtype, weight.dtype, self.in_features, index)
+        links = chains.get(of)
+        if links is None:
+            call = self._call(begun, needs, inp, weight, owners, first, fp8_grad)
+            links = chains[of] = Chain(self._links(call, inp.shape))
+            links.told = programs.tell(links, index)
+        return links
 
     def _links(self, call: Call, shape: tuple[int, ...]) -> tuple[Any, ...]:
         """The operation, between its collectives, on an input of `shape`."""
@@ -483,7 +518,7 @@ def run(links: tuple[Any, ...], inp: Any, params: tuple[Any, ...], trains: bool)
         off = torch.autocast(inp.device.type, enabled=False)
         with off, torch.set_grad_enabled(trains):
             return chain(links, inp, *params, shield=inp.device.type)
-    if torch.compiler.is_compiling() and not trains:
+    if not trains and torch.compiler.is_compiling():
         with torch.no_grad():  # Dynamo miscounts the arguments of a Function without gradients
             return chain(links, inp, *params)
     return chain(links, inp, *params)
@@ -516,7 +551,9 @@ def _other(tensor: Any) -> bool:
 def is_quantized(tensor: Any) -> bool:
     """Whether it is codes. Most are told by their type: to ask a class of opaque values runs
     Python of PyTorch's."""
-    return _other(tensor) and isinstance(tensor, QuantizedTensorStorage)
+    kind = type(tensor)
+    plain = kind is Parameter or kind is Tensor
+    return not plain and isinstance(tensor, QuantizedTensorStorage)
 
 
 def _reads_as(a: Any, b: Any) -> bool:

@@ -153,7 +153,7 @@ def settle() -> None:
     ran, STATE.ran = STATE.ran, None
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled():
-            _update(ran)
+            _update_traced(ran)
     elif ran is not None and not _in_backward() and counts():
         _update(ran)
 
@@ -168,13 +168,16 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _update(ran: Ran | None) -> None:
+def _update_traced(ran: Ran | None) -> None:
     done: list[DelayedState] = []
-    while torch.compiler.is_compiling() and ran is not None:
+    while ran is not None:
         state, limits, rule, group, ran = ran
         if not any(state is other for other in done):
             done.append(state)
             update(state.forward_slots(limits), _rule(rule), group)
+
+
+def _update(ran: Ran | None) -> None:
     seen: set[int] = set()
     steps = []
     while ran is not None:
@@ -183,8 +186,7 @@ def _update(ran: Ran | None) -> None:
             seen.add(id(state))
             rule = _rule(rule)
             steps.append((state.ending(limits, rule), rule, group))
-    if steps:
-        update_all(steps)
+    update_all(steps)
 
 
 def _rule(found: Any) -> DelayedUpdate:

@@ -271,13 +271,13 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
 
     A slot whose amax is zero recorded nothing: it keeps its history and its scale.
     """
-    slots = _within(slots, rule)
     shared = _shared(rule, group, _world())
     step = _plain(slots, rule)
     if shared is None and step is not None and scalars.advance([step]):
         return
     programs.forbid("a function of the recipe's may decide, and scales change unseen by autograd")
     with torch.no_grad():
+        slots = _within(slots, rule)
         amaxes = torch.cat(slots.amaxes)
         if shared is not None:
             amaxes = collectives.all_reduce(amaxes, shared, "max")
@@ -288,26 +288,30 @@ def update_all(steps: list[tuple[Slots, DelayedUpdate, str | None]]) -> None:
     """`update` of many, outside of graphs: one collective for each group, and one program for all
     that have a kernel."""
     world = _world()
-    steps = [(_within(slots, rule), rule, _shared(rule, g, world)) for slots, rule, g in steps]
-    groups = {shared: None for *_, shared in steps if shared is not None}  # ranks need one order
-    if groups:
-        _reduce(steps, groups)
-    found = [_plain(slots, rule) for slots, rule, _ in steps]
-    plain = [step for step in found if step is not None]
-    done = bool(plain) and scalars.advance(plain)
-    if done and len(plain) == len(steps):
-        return
-    with torch.no_grad():
-        for (slots, rule, _), step in zip(steps, found, strict=True):
-            if step is None or not done:
-                _continue(slots, torch.cat(slots.amaxes), rule)
+    if world is not None or any(group is not None for *_, group in steps):
+        _reduce([(slots.amaxes, _shared(rule, group, world)) for slots, rule, group in steps])
+    plain: list[scalars.Step] = []
+    rest: list[tuple[Slots, DelayedUpdate]] = []
+    for slots, rule, _ in steps:
+        step = _plain(slots, rule)
+        if step is None:
+            rest.append((slots, rule))
+        else:
+            plain.append(step)
+    if plain and not scalars.advance(plain):
+        rest = [(slots, rule) for slots, rule, _ in steps]
+    for slots, rule in rest:
+        slots = _within(slots, rule)
+        with torch.no_grad():
+            _continue(slots, torch.cat(slots.amaxes), rule)
 
 
-def _reduce(steps: list[tuple[Slots, DelayedUpdate, str | None]], groups: Iterable[str]) -> None:
+def _reduce(steps: list[tuple[tuple[Tensor, ...], str | None]]) -> None:
     """The amaxes of those who share them, one collective for each group."""
+    groups = {shared: None for _, shared in steps if shared is not None}  # ranks need one order
     with torch.no_grad():
         for name in groups:
-            amaxes = [a for slots, _, shared in steps if shared == name for a in slots.amaxes]
+            amaxes = [a for own, shared in steps if shared == name for a in own]
             reduced = collectives.all_reduce(torch.cat(amaxes), name, "max")
             parts = torch.split(reduced, [a.shape[0] for a in amaxes])
             for amax, part in zip(amaxes, parts, strict=True):
@@ -338,6 +342,7 @@ def _plain(slots: Slots, rule: DelayedUpdate) -> scalars.Step | None:
     """The step as a kernel takes it; None: a function of the recipe's has a part in it."""
     if isinstance(slots, _Forward) and slots.step is not None:
         return slots.step
+    slots = _within(slots, rule)
     algorithm = rule.amax_algo
     if rule.scale_algo is not None or not isinstance(algorithm, str):
         return None
