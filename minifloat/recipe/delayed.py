@@ -285,13 +285,16 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
 
 
 def update_all(steps: list[tuple[Slots, DelayedUpdate, str | None]]) -> None:
-    """`update` of many, outside of graphs: one collective for each group, and one program for all
-    that have a kernel."""
+    """`update` of many, outside of graphs: one collective for each group, on each device of those
+    that share it, and one program for all that have a kernel."""
     world = _world()
     steps = [(_within(slots, rule), rule, _shared(rule, g, world)) for slots, rule, g in steps]
-    groups = {shared: None for *_, shared in steps if shared is not None}  # ranks need one order
-    if groups:
-        _reduce(steps, groups)
+    together: dict[Any, list[Tensor]] = {}  # in the order of the steps, which ranks have in common
+    for slots, _, shared in steps:
+        if shared is not None:
+            together.setdefault((shared, slots.history.device), []).extend(slots.amaxes)
+    for (name, _), amaxes in together.items():
+        _reduce(amaxes, name)
     found = [_plain(slots, rule) for slots, rule, _ in steps]
     plain = [step for step in found if step is not None]
     done = bool(plain) and scalars.advance(plain)
@@ -303,15 +306,13 @@ def update_all(steps: list[tuple[Slots, DelayedUpdate, str | None]]) -> None:
                 _continue(slots, torch.cat(slots.amaxes), rule)
 
 
-def _reduce(steps: list[tuple[Slots, DelayedUpdate, str | None]], groups: Iterable[str]) -> None:
-    """The amaxes of those who share them, one collective for each group."""
+def _reduce(amaxes: list[Tensor], group: str) -> None:
+    """Amaxes of many layers on one device, by one collective."""
     with torch.no_grad():
-        for name in groups:
-            amaxes = [a for slots, _, shared in steps if shared == name for a in slots.amaxes]
-            reduced = collectives.all_reduce(torch.cat(amaxes), name, "max")
-            parts = torch.split(reduced, [a.shape[0] for a in amaxes])
-            for amax, part in zip(amaxes, parts, strict=True):
-                _write(amax, part)
+        reduced = collectives.all_reduce(torch.cat(amaxes), group, "max")
+        parts = torch.split(reduced, [a.shape[0] for a in amaxes])
+        for amax, part in zip(amaxes, parts, strict=True):
+            _write(amax, part)
 
 
 def _told(made: Any, device: int) -> Any:
