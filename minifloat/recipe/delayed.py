@@ -235,13 +235,16 @@ class DelayedState(nn.Module):
         assign = local_metadata.get("assign_to_params_buffers", False)
         with torch.no_grad():
             for name, value in found.items():
-                if assign:
+                held = buffers[name]
+                # What is converted is a copy: in the buffer that a quantized weight may go by.
+                fits = value.shape == held.shape and value.device == held.device
+                if assign and not (fits and value.dtype != torch.float32):
                     setattr(self, name, value.to(torch.float32))
-                elif value.shape != buffers[name].shape:
+                elif value.shape != held.shape:
                     with torch.inference_mode(False):
-                        setattr(self, name, value.to(buffers[name], copy=True))
+                        setattr(self, name, value.to(held, copy=True))
                 else:
-                    buffers[name].copy_(value)
+                    held.copy_(value)
         self.used = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
