@@ -19,7 +19,7 @@ from .recipe.autocast import STATE, counts, note, repeated, settle
 from .recipe.base import Recipe, check_recipe
 from .recipe.delayed import BACKWARD, FORWARD, DelayedState, Slots, update
 from .recipe.plan import Plan
-from .recipe.replay import Entry, replayed, tapes, unseen
+from .recipe.replay import Entry, counted, replayed, tapes, unseen
 from .recipe.roles import QuantizerRole
 from .tensors import QuantizedTensorStorage
 
@@ -169,7 +169,8 @@ class Module(nn.Module):
             # No backward of ours ends with this step: what the last one recorded counts from here.
             rule = begun.plan.update
             assert rule is not None
-            update(self.delayed.backward_slots(begun.plan.backward_limits), rule, begun.group)
+            with unseen(begun.entry is not None):
+                update(self.delayed.backward_slots(begun.plan.backward_limits), rule, begun.group)
         found = []
         for slots, of in zip((FORWARD, BACKWARD), made, strict=True):
             pairs = zip(slots, of, strict=True)
@@ -291,7 +292,8 @@ class Module(nn.Module):
         if held.shape[0] == length:
             return
         if not torch.compiler.is_compiling():
-            state.fit(length)
+            with unseen(counted()):
+                state.fit(length)
         elif held.shape[0] < length:
             raise RuntimeError(
                 f"{self._where()}: amax_history_len={length}, and the module holds "

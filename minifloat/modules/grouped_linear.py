@@ -23,6 +23,7 @@ from ..parameters import (
 )
 from ..recipe.delayed import DelayedState
 from ..recipe.plan import Plan
+from ..recipe.replay import unseen
 from ..tensors import QuantizedTensorStorage
 from .projection import Projection, refuse_unsupported
 
@@ -186,7 +187,11 @@ class GroupedLinear(Experts, Projection):
         self, weight: Any, owners: list[Any], begun: Begun, first: bool | None, need_col: bool
     ) -> Any:
         # Without a flag nothing is kept, and nothing need be put together.
-        if isinstance(weight, QUANTIZED) or (first is None and not begun.replays):
+        kept = first is not None
+        if begun.replays:
+            assert begun.entry is not None
+            kept = begun.entry.workspace
+        if isinstance(weight, QUANTIZED) or not kept:
             return None
         whole = weight if self.single_grouped_weight else together(owners)
         return super()._workspace(whole, owners, begun, first, need_col)
@@ -224,9 +229,9 @@ class GroupedLinear(Experts, Projection):
         if plan.update is None or begun.replays:
             return
         self.delayed.used = True
-        whole = weights[0].detach() if self.single_grouped_weight else together(weights)
-        w = whole.flatten(0, 1)
-        with torch.no_grad():
+        with unseen(begun.entry is not None), torch.no_grad():
+            whole = weights[0].detach() if self.single_grouped_weight else together(weights)
+            w = whole.flatten(0, 1)
             for i, slot, t, of, cast in (
                 (0, "input", x.detach(), sizes, plan.x_row),
                 (1, "weight", w, None, plan.w_row),

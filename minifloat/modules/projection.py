@@ -37,6 +37,7 @@ from ..parameters import (
 from ..quantizers import UsageError
 from ..recipe.autocast import STATE
 from ..recipe.plan import Plan
+from ..recipe.replay import unseen
 from ..tensors import QuantizedTensorStorage
 from .advice import SETTLED, advise
 from .cached import CachesWeight
@@ -408,7 +409,7 @@ class Projection(CachesWeight):
         if plan.update is None or begun.replays:
             return
         self.delayed.used = True
-        with torch.no_grad():
+        with unseen(begun.entry is not None), torch.no_grad():
             for i, slot, x, cast in (
                 (0, "input", inp, plan.x_row),
                 (1, "weight", weight, plan.w_row),

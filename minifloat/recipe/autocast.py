@@ -19,7 +19,7 @@ from .available import get_default_recipe
 from .base import Recipe, Roles, check_recipe
 from .delayed import DelayedState, update, update_all
 from .plan import DelayedUpdate, Plan
-from .replay import in_first_run
+from .replay import counted, in_first_run, unseen
 
 __all__ = [
     "STATE",
@@ -155,7 +155,8 @@ def settle() -> None:
         if torch.is_grad_enabled():
             _update_traced(ran)
     elif ran is not None and not _in_backward() and counts():
-        _update(ran)
+        with unseen(counted()):  # a recompute ends no step
+            _update(ran)
 
 
 def counts() -> bool:

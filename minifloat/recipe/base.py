@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..opaque import register
 from .checks import RecipeError, choice, flag, instance
+from .replay import unseen
 from .types import Format, MMParams, QParams, Record
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class Recipe(Record):
         except KeyError:
             from .plan import make_plan
 
-            made = make_plan(self, fwd_roles, bwd_roles)
+            with unseen(True):
+                made = make_plan(self, fwd_roles, bwd_roles)
             return self._plans.setdefault((fwd_roles, bwd_roles), made)
 
     def quantizers(
@@ -122,10 +124,11 @@ class Recipe(Record):
         except KeyError:
             from .plan import make_quantizers
 
-            made = (
-                make_quantizers(self, "forward", fwd_roles),
-                make_quantizers(self, "backward", bwd_roles),
-            )
+            with unseen(True):
+                made = (
+                    make_quantizers(self, "forward", fwd_roles),
+                    make_quantizers(self, "backward", bwd_roles),
+                )
             return self._quantizers.setdefault((fwd_roles, bwd_roles), made)
 
     def _of_element(self, field: str, forward: bool) -> Any:

@@ -235,13 +235,16 @@ class DelayedState(nn.Module):
         assign = local_metadata.get("assign_to_params_buffers", False)
         with torch.no_grad():
             for name, value in found.items():
-                if assign:
+                held = buffers[name]
+                # What is converted is a copy: in the buffer that a quantized weight may go by.
+                fits = value.shape == held.shape and value.device == held.device
+                if assign and not (fits and value.dtype != torch.float32):
                     setattr(self, name, value.to(torch.float32))
-                elif value.shape != buffers[name].shape:
+                elif value.shape != held.shape:
                     with torch.inference_mode(False):
-                        setattr(self, name, value.to(buffers[name], copy=True))
+                        setattr(self, name, value.to(held, copy=True))
                 else:
-                    buffers[name].copy_(value)
+                    held.copy_(value)
         self.used = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -285,11 +288,11 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
 
 
 def update_all(steps: list[tuple[Slots, DelayedUpdate, str | None]]) -> None:
-    """`update` of many, outside of graphs: one collective for each group, and one program for all
-    that have a kernel."""
+    """`update` of many, outside of graphs: one collective for each group, on each device of those
+    that share it, and one program for all that have a kernel."""
     world = _world()
     if world is not None or any(group is not None for *_, group in steps):
-        _reduce([(slots.amaxes, _shared(rule, group, world)) for slots, rule, group in steps])
+        _reduce_all([(slots, _shared(rule, group, world)) for slots, rule, group in steps])
     plain: list[scalars.Step] = []
     rest: list[tuple[Slots, DelayedUpdate]] = []
     for slots, rule, _ in steps:
@@ -306,16 +309,23 @@ def update_all(steps: list[tuple[Slots, DelayedUpdate, str | None]]) -> None:
             _continue(slots, torch.cat(slots.amaxes), rule)
 
 
-def _reduce(steps: list[tuple[tuple[Tensor, ...], str | None]]) -> None:
-    """The amaxes of those who share them, one collective for each group."""
-    groups = {shared: None for _, shared in steps if shared is not None}  # ranks need one order
+def _reduce_all(steps: list[tuple[Slots, str | None]]) -> None:
+    """Reduce the amaxes of those that share them with a group."""
+    together: dict[Any, list[Tensor]] = {}  # in the order of the steps, which ranks have in common
+    for slots, shared in steps:
+        if shared is not None:
+            together.setdefault((shared, slots.history.device), []).extend(slots.amaxes)
+    for (name, _), amaxes in together.items():
+        _reduce(amaxes, name)
+
+
+def _reduce(amaxes: list[Tensor], group: str) -> None:
+    """Amaxes of many layers on one device, by one collective."""
     with torch.no_grad():
-        for name in groups:
-            amaxes = [a for own, shared in steps if shared == name for a in own]
-            reduced = collectives.all_reduce(torch.cat(amaxes), name, "max")
-            parts = torch.split(reduced, [a.shape[0] for a in amaxes])
-            for amax, part in zip(amaxes, parts, strict=True):
-                _write(amax, part)
+        reduced = collectives.all_reduce(torch.cat(amaxes), group, "max")
+        parts = torch.split(reduced, [a.shape[0] for a in amaxes])
+        for amax, part in zip(amaxes, parts, strict=True):
+            _write(amax, part)
 
 
 def _told(made: Any, device: int) -> Any:

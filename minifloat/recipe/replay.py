@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Entry", "Tape", "in_first_run", "replayed", "tapes", "unseen"]
+__all__ = ["Entry", "Tape", "counted", "in_first_run", "replayed", "tapes", "unseen"]
 
 _NAME = "_minifloat_tape"
 _FILE = checkpoint.__file__
@@ -107,6 +108,11 @@ def unseen(hide: bool) -> Any:
     Selective checkpointing counts the operations of both, and they must agree.
     """
     return _disable_current_modes() if hide else contextlib.nullcontext()
+
+
+def counted() -> bool:
+    """Whether a checkpoint may be counting: a region runs while somebody looks at operations."""
+    return _len_torch_dispatch_stack() > 0 and next(_regions(), None) is not None
 
 
 def _regions() -> Iterator[tuple[Any, bool]]:

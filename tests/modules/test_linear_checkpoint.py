@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -516,6 +517,96 @@ def test_a_graph_saves_one_copy_of_the_input(name: str) -> None:
         y = compiled(x)
     y.sum().backward()
     assert abs(sum(size for _, size in kept) - copy_bytes(recipe, 40, 96)) <= 64, kept
+
+
+# ---------------------------------------------------------- selective: what ends with the first run
+RECORDS = (
+    torch.ops.aten.view.default,
+    torch.ops.aten.maximum.default,
+    torch.ops.aten.copy_.default,
+)
+
+
+def _most(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """All but how an amax is recorded: PyTorch keeps no result that is written in place."""
+    return CheckpointPolicy.PREFER_RECOMPUTE if op in RECORDS else CheckpointPolicy.PREFER_SAVE
+
+
+class Rounds(minifloat.Module):
+    """A user's module, which asks for its quantizers, with operations that updates have as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.quantizers["scaling_fwd"][0].scale.clone()
+        return torch.cat((x, x * 2)).abs().reciprocal() * scale
+
+
+class Rounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down = Rounds(), minifloat.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.cat((self.down(self.up(x)), x)).abs()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down = (minifloat.GroupedLinear(2, 32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.up(x.flatten(0, 1), [8, 13])
+        return torch.cat((self.down(torch.cat((h, h)), [22, 20]), h)).abs()
+
+
+@pytest.mark.parametrize(
+    ("make", "where", "name"),
+    [
+        *itertools.product((Block, Rounded, Experts), ("around", "inside", "layers"), ["delayed"]),
+        *itertools.product((Block, Experts), ["calibrating"], ["delayed"]),
+        *itertools.product((Block, Experts), ["around"], [n for n in RECIPES if n != "delayed"]),
+    ],
+)
+def test_a_selective_checkpoint_that_keeps_most_finds_what_it_kept(
+    make: Any, where: str, name: str
+) -> None:
+    """What ends a step, and what is made once, was counted in the first run alone: what came after
+    it got its results."""
+    recipe = RECIPES[name]()
+    if name == "delayed":  # that was not asked before
+        recipe = recipes.DelayedScaling(amax_history_len=3, margin=len(where + make.__name__))
+
+    def opened(here: str) -> Any:
+        if where == "calibrating" and here == "around":
+            return minifloat.autocast(enabled=False, calibrating=True, recipe=recipe)
+        return region(recipe, where == here)
+
+    def run(call: Any) -> list[Tensor]:
+        torch.manual_seed(5)
+        model, made = make(), []
+        for module in model.modules():
+            if isinstance(module, minifloat.Module) and where == "layers":
+                module.recipe = recipe
+
+        def function(x: Tensor) -> Any:
+            with opened("inside"):
+                return model(x) * 3
+
+        for i in range(4):
+            x = data(i)
+            with opened("around"):
+                y = call(function, x)
+            backward(y)
+            assert x.grad is not None
+            made += [y.detach(), x.grad, *state(model)]
+        return made
+
+    save = _selective(_most)
+    again = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False, context_fn=save)
+    got = run(again)
+    equal(run(plain), got)
 
 
 # ----------------------------------------------------------------- graphs inside and around eager

@@ -236,6 +236,15 @@ def check_layers_reduce_together(rank: int) -> None:
         assert layer.delayed.amax_input == 0
 
 
+def check_layers_on_two_devices(rank: int) -> None:
+    """Those of a device have a collective of their own."""
+    here, there = (minifloat.Linear(8, 8, bias=False, device=d) for d in ("cpu", "meta"))
+    with minifloat.autocast(recipe=recipes.DelayedScaling()):
+        for layer in (there, here, there):
+            layer(torch.full((4, 8), 1.0 + rank, device=layer.weight.device))
+    assert here.delayed.history_forward.max() == 2.0 and here.delayed.scale_input == 224.0
+
+
 # ------------------------------------------------------------------------------- other ways to call
 def check_quantized_input(mode: str, sequence: bool, name: str, rank: int) -> None:
     """A quantized input is worth its values."""
@@ -438,6 +447,7 @@ CHECKS: world.Checks = {
     },
     "amax_nested": check_amax_of_nested_groups,
     "amax_together": check_layers_reduce_together,
+    "amax_devices": check_layers_on_two_devices,
     **{
         f"quantized_input_{m}_{s}_{name}": partial(check_quantized_input, m, s, name)
         for (m, s), name in product(MODES, ("current", "mxfp8"))
@@ -470,7 +480,7 @@ QUICK_NAMES = {
     "parts_row_sequence_mxfp8", "whole_column_sequence_current",
     "compiled_column_sequence_delayed", "compiled_row_mxfp8", "compiled_row_sequence_nvfp4",
     "attributes_column_False", "attributes_row_True", "bias_once", "amax_both",
-    "amax_world_compiled", "amax_world_unreduced", "amax_nested", "amax_together",
+    "amax_world_compiled", "amax_world_unreduced", "amax_nested", "amax_together", "amax_devices",
     "quantized_input_column_True_current", "fp8_grad_delayed_True", "checkpoint_row_True_delayed",
     "groups", "rows",
 }  # fmt: skip

@@ -58,6 +58,13 @@ def assigned(layer: Any, other: Any) -> Any:
     return other
 
 
+def converted(layer: Any, other: Any) -> Any:
+    """From a file that was written in another dtype."""
+    state = {k: t.double() if "delayed." in k else t for k, t in layer.state_dict().items()}
+    other.load_state_dict(copy.deepcopy(state), assign=True)
+    return other
+
+
 def from_meta(layer: Any, kind: str) -> Any:
     with torch.device("meta"):
         other = made(kind)
@@ -67,6 +74,7 @@ def from_meta(layer: Any, kind: str) -> Any:
 WAYS: dict[str, Callable[[Any, str], Any]] = {
     "moved": lambda layer, kind: moved(layer),
     "assigned": lambda layer, kind: assigned(layer, made(kind)),
+    "converted": lambda layer, kind: converted(layer, made(kind)),
     "from_meta": from_meta,
     "pickle": lambda layer, kind: pickle.loads(pickle.dumps(layer)),
     "deepcopy": lambda layer, kind: copy.deepcopy(layer),
