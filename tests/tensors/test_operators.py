@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import minifloat
 from minifloat import QuantizedTensor
 
 from .cases import CLASSES, KINDS, SHAPES, assert_same, bits, quantized, shares_memory, values
@@ -159,6 +160,21 @@ def test_what_is_written_past_the_operators_is_counted(kind: str, way: str) -> N
             weight.detach().copy_(new)
         else:
             weight.view(-1).quantize_(new.view(-1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["quantize", "output", "detached"])
+def test_what_is_written_to_a_group_is_counted(way: str) -> None:
+    weight = minifloat.as_parameter(group_of("mxfp8")[0])
+    y = values(3, 33, 17, seed=3).requires_grad_() * weight
+    new = values(99, 17, seed=4)
+    with torch.no_grad():
+        if way == "output":
+            minifloat.group_quantize(new, weight.quantizer, 3, None, output=weight)
+        else:
+            written = weight if way == "quantize" else weight.detach()
+            written.quantize(list(new.split(33)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
