@@ -326,12 +326,12 @@ class Experts(Module):
                 raise ValueError(f"{self._where()}: {kind}: got shapes {shapes}; {rule} {needed}")
 
     def _check_all_quantized(self, owners: list[Any]) -> None:
-        """Raise where the first expert's weight is quantized and another one's is not."""
-        plain = [i for i, w in enumerate(owners) if not isinstance(w, QUANTIZED)]
-        if isinstance(owners[0], QUANTIZED) and plain:
+        """Raise where an expert's weight is quantized and another one's is not."""
+        coded = [isinstance(w, QUANTIZED) for w in owners]
+        if True in coded and False in coded:
             raise TypeError(
-                f"{self._where()}: weight0 is quantized and weight{plain[0]} is not; all experts' "
-                "weights must be, or none"
+                f"{self._where()}: weight{coded.index(True)} is quantized and "
+                f"weight{coded.index(False)} is not; all experts' weights must be, or none"
             )
 
     def _sizes(self, given: Any, rows: int, device: torch.device, argument: str) -> Tensor:

@@ -129,6 +129,7 @@ def group_quantize(  # noqa: PLR0913  (the contract's signature)
         made = grouped_cast.of_matrix(writer, x, sizes, num_tensors, seed=seed, noop_flag=noop_flag)
         if output is not None:
             output._write_parts(made, noop_flag)
+            output._written()
             return output  # type: ignore[no-any-return]
         if sizes is not None and tensor_offsets is None:
             tensor_offsets = splits_to_offsets(sizes, x.shape[1])

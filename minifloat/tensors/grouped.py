@@ -136,7 +136,10 @@ class GroupedTensor(Wrapper, GroupedTensorStorage, Tensor):  # type: ignore[misc
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return cls._dispatched(func, args, kwargs or {})
+
+    @classmethod
+    def _operate(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         handler = HANDLERS.get(func)
         if handler is not None:
             out = handler(func, *args, **kwargs)

@@ -295,6 +295,7 @@ class GroupedTensorStorage(Factories, Declared):
             else:
                 made = grouped_cast.of_members(self._writer(), tensors, noop_flag=noop_flag)
             self._write_parts(made, noop_flag)
+            self._written()
         if self.quantized_tensors is None:
             self.quantized_tensors = self.split_into_quantized_tensors()
         return self.quantized_tensors

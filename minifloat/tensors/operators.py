@@ -14,7 +14,7 @@ import torch
 from .declared import Declared
 from .kept import moved
 from .storage import QuantizedTensorStorage, _infer
-from .views import is_view, mapped, read_only
+from .views import is_view, leaves, mapped, read_only
 
 __all__ = ["ANYWHERE", "HANDLERS", "copy_", "dequantized_call", "record"]
 
@@ -251,7 +251,7 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
     for name in sorted(written & set(bound)):
-        for original in _flat(bound[name]):
+        for original in leaves(bound[name]):
             if isinstance(original, Declared):
                 original._check_writable(func)
     plain = {name: mapped(value, _plain_tensor) for name, value in bound.items()}
@@ -262,7 +262,7 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         (original, value)
         for name in names
         if name in written and name in bound
-        for original, value in zip(_flat(bound[name]), _flat(plain[name]), strict=True)
+        for original, value in zip(leaves(bound[name]), leaves(plain[name]), strict=True)
         if isinstance(original, Declared)
     ]
     for original, value in pairs:
@@ -283,13 +283,9 @@ def dequantized_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _name(bound: dict[str, Any]) -> str:
-    found = [x for value in bound.values() for x in _flat(value) if isinstance(x, Declared)]
+    found = [x for value in bound.values() for x in leaves(value) if isinstance(x, Declared)]
     return type(found[0]).__name__
 
 
 def _plain_tensor(value: Any) -> Any:
     return value._dequantize(value._dtype) if isinstance(value, Declared) else value
-
-
-def _flat(value: Any) -> list[Any]:
-    return [x for v in value for x in _flat(v)] if isinstance(value, (list, tuple)) else [value]

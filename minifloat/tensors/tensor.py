@@ -182,7 +182,10 @@ class QuantizedTensor(Wrapper, GatheredTensor, QuantizedTensorStorage, Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return cls._dispatched(func, args, kwargs or {})
+
+    @classmethod
+    def _operate(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         handler = ANYWHERE.get(func)
         if handler is None and args and isinstance(args[0], QuantizedTensor):
             handler = HANDLERS.get(func)

@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..quantizers import UsageError
 
-__all__ = ["ValuesView", "is_view", "mapped", "read_only"]
+__all__ = ["ValuesView", "is_view", "leaves", "mapped", "read_only"]
 
 
 class ValuesView(Tensor):
@@ -30,12 +30,14 @@ class ValuesView(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func._can_decompose():  # whole where autograd does not take it apart: inference
+            return func.decompose(*args, **(kwargs or {}))
         bound = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)),
                  **(kwargs or {})}  # fmt: skip
         of = ""
         for argument in func._schema.arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write
-            for t in _flat(bound.get(argument.name)):
+            for t in leaves(bound.get(argument.name)):
                 if not isinstance(t, ValuesView):
                     continue
                 of = t._of
@@ -108,9 +110,10 @@ def mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
     return fn(value)
 
 
+def leaves(value: Any) -> list[Any]:
+    """Everything in lists and tuples."""
+    return [x for v in value for x in leaves(v)] if isinstance(value, (list, tuple)) else [value]
+
+
 def _unwrapped(value: Any) -> Any:
     return value._plain if isinstance(value, ValuesView) else value
-
-
-def _flat(value: Any) -> list[Any]:
-    return [x for v in value for x in _flat(v)] if isinstance(value, (list, tuple)) else [value]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import straight_through
 from ..quantizers import Quantizer
+from .views import is_view, leaves
 
 __all__ = ["Wrapper", "contiguous_stride", "rebuild_tensor"]
 
@@ -33,14 +34,33 @@ class Wrapper:
             return straight_through.dequantize(self, dtype)
         return self._dequantize(dtype)  # type: ignore[no-any-return]
 
+    @classmethod
+    def _dispatched(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`_operate`, in inference mode as elsewhere."""
+        if not torch.is_inference_mode_enabled():
+            return cls._operate(func, args, kwargs)
+        if func._can_decompose():  # whole where autograd does not take it apart
+            return func.decompose(*args, **kwargs)
+        held = [t for t in leaves(args) if isinstance(t, Tensor)]
+        if is_view(func) and not any(t.is_inference() for t in held):
+            # Views of ordinary tensors are ordinary ones, which PyTorch expects here too.
+            with torch.inference_mode(False), torch.no_grad():
+                return cls._operate(func, args, kwargs)
+        return cls._operate(func, args, kwargs)
+
+    @classmethod
+    def _operate(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What an operator does to tensors of this class."""
+        raise NotImplementedError
+
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same tensor under another nominal dtype."""
         raise NotImplementedError
 
     def detach(self: Any) -> Any:
         # PyTorch's own: what is written to the result counts as written here, which a backward has
-        # to know. In inference mode it makes none of a subclass, and graphs count nothing.
-        if torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+        # to know. Graphs count nothing.
+        if torch.compiler.is_compiling():
             return self._aliased()
         return Tensor.detach(self)
 

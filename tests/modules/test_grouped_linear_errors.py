@@ -168,13 +168,14 @@ def test_later_gradients_under_torch_autocast(kwargs: Any) -> None:
     assert owner.grad.dtype is torch.float32
 
 
+@pytest.mark.parametrize(("which", "other"), [(0, 1), (2, 0)])
 @pytest.mark.parametrize("kind", [mf.GroupedLinear, mf.ops.GroupedLinear])
-def test_quantized_and_plain_experts(kind: Any) -> None:
+def test_quantized_and_plain_experts(kind: Any, which: int, other: int) -> None:
     with mf.quantized_model_init(recipe=CURRENT):
         quantized = kind(4, 48, 64, device="cpu")
     layer = kind(4, 48, 64, device="cpu")
-    layer.weight0 = quantized.weight0
-    match = "GroupedLinear: weight0 is quantized and weight1 is not"
+    setattr(layer, f"weight{which}", getattr(quantized, f"weight{which}"))
+    match = f"GroupedLinear: weight{which} is quantized and weight{other} is not"
     with mf.autocast(recipe=CURRENT), pytest.raises(TypeError, match=match):
         layer(x(), torch.tensor(SPLITS))
     with pytest.warns(UserWarning, match="dequantized"):

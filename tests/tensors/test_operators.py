@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import minifloat
 from minifloat import QuantizedTensor
 
 from .cases import CLASSES, KINDS, SHAPES, assert_same, bits, quantized, shares_memory, values
+from .groups import assert_same_group, group_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,6 +162,43 @@ def test_what_is_written_past_the_operators_is_counted(kind: str, way: str) -> N
             weight.view(-1).quantize_(new.view(-1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["quantize", "output", "detached"])
+def test_what_is_written_to_a_group_is_counted(way: str) -> None:
+    weight = minifloat.as_parameter(group_of("mxfp8")[0])
+    y = values(3, 33, 17, seed=3).requires_grad_() * weight
+    new = values(99, 17, seed=4)
+    with torch.no_grad():
+        if way == "output":
+            minifloat.group_quantize(new, weight.quantizer, 3, None, output=weight)
+        else:
+            written = weight if way == "quantize" else weight.detach()
+            written.quantize(list(new.split(33)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("made_in", [torch.no_grad, torch.inference_mode])
+def test_operators_in_inference_mode(made_in: Any) -> None:
+    """PyTorch hands them over whole there: to("cpu") dequantized, and views could not be made."""
+    with made_in():
+        t, group = quantized("mxfp8"), group_of("mxfp8")[0]
+    x = t.dequantize()
+    with torch.inference_mode():
+        assert_same(t.to("cpu"), t)
+        assert_same(torch.reshape(t, (16, 4, 48)), t.view(16, 4, 48))
+        assert torch.equal(t.to(torch.float64).mul_(2), x.double() * 2)  # a copy is the caller's
+        assert torch.equal(t.t().to(torch.float64).mul_(2), x.t().double() * 2)
+        for view in (lambda a: a[3], lambda a: a.chunk(2)[1], lambda a: a.t(), lambda a: a[:32]):
+            made = view(t)
+            assert torch.equal(made.dequantize() if hasattr(made, "dequantize") else made, view(x))
+            assert made.is_inference() == t.is_inference()
+        assert_same(t.detach(), t)
+        assert_same(t.expand_as(t), t)
+        assert_same_group(group.to("cpu"), group)
+        assert_same(next(iter(group)), group.split_into_quantized_tensors()[0])
+        assert torch.equal(group.to(torch.float64), group.dequantize().double())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -188,8 +188,9 @@ class GroupedLinear(Experts, QuantizedOperation):
             into = self._main_grads(owners, "accumulate_into_main_grad")
         dtype = owners[0].dtype if autocast_dtype is None else autocast_dtype
         copies = None
-        if isinstance(owners[0], QUANTIZED) and begun.plan.w_row.layout[0] is torch.uint8:
+        if begun.plan.w_row.layout[0] is torch.uint8:
             self._check_all_quantized(owners)
+        if isinstance(owners[0], QUANTIZED) and begun.plan.w_row.layout[0] is torch.uint8:
             read = [self._read(w, dtype, begun.plan) for w in owners]
             copies = grouped.quantized_weights(read, needs[0])
         call = Call(
