@@ -269,6 +269,7 @@ def weight_operands(
     weight: Tensor | list[Tensor], plan: Plan, live: Live | None, col: bool
 ) -> Workspace:
     """Both copies of weights `[E, N, K]`, or E weights `[N, K]`, as a workspace keeps them."""
+    linear.check_rounding(plan)
     of_col = plan.w_col if col and not plan.col_from_row[1] else None
     flat = weight.flatten(0, 1) if isinstance(weight, Tensor) else weight
     num = len(weight)

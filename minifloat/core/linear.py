@@ -38,6 +38,7 @@ __all__ = [
     "Linear",
     "Workspace",
     "cast_gradient",
+    "check_rounding",
     "dequantized",
     "dgrad",
     "finish",
@@ -393,6 +394,7 @@ def _weight_row(weight: Any, call: Call, keep_amax: bool = False) -> Operand:
         assert data is not None
         n, k = weight.shape
         return Operand(data, scale, amax, plan.w_row, k, False, n)
+    check_rounding(plan)
     keep_amax = keep_amax and plan.w_row == plan.w_col and not plan.w_row.tiled
     made = operands(
         weight,
@@ -435,8 +437,19 @@ def _weight_col(
     return made
 
 
+def check_rounding(plan: Plan) -> None:
+    """Raise for random bits in what is cast more than once."""
+    if plan.w_row.stochastic or plan.w_col.stochastic:
+        raise ValueError(
+            f"{plan.name}, slot weight: stochastic rounding of a weight that a layer casts: each "
+            "cast of it, backward's too, would have other bits; round it to nearest, or make it "
+            "quantized (quantized_model_init), which rounds where it is written"
+        )
+
+
 def weight_operands(weight: Tensor, plan: Plan, live: Live | None, col: bool) -> Workspace:
     """Both copies of a weight as a workspace keeps them."""
+    check_rounding(plan)
     from_row = col and plan.col_from_row[1]
     row, made = operands(
         weight,

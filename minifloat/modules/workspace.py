@@ -96,13 +96,22 @@ def cast_weight(
         copies = cast(weight.detach(), plan, live, col or hit)
         scale = None if live is None else live[0].clone()
         if not hit:
-            made = Cached(copies, plan.weight_key, scale)
+            made = Cached(_own(copies, plan), plan.weight_key, scale)
             return made, made
         assert cached is not None
         for kept, new in zip(_flat(cached), (*copies[0], *copies[1], scale), strict=True):
             if kept is not None and new is not None:
                 _refill(kept, new)
     return cached, None
+
+
+def _own(copies: Copies, plan: Plan) -> Copies:
+    """The copies in memory of their own: one in high precision is the weight itself, which to write
+    it again would change for autograd, and which has other values once it has trained."""
+    row, (data, scale, amax) = copies
+    if data is None or plan.w_col.layout[0] is torch.uint8:
+        return copies
+    return row, (data.clone(), scale, amax)
 
 
 def _refill(kept: Tensor, new: Tensor) -> None:

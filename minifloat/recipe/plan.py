@@ -163,12 +163,9 @@ def make_plan(recipe: Recipe, fwd_roles: Roles, bwd_roles: Roles) -> Plan:
     (x_row, x_col, x_from), (w_row, w_col, w_from) = casts["input"], casts["weight"]
     g_row, g_col, g_from = casts["grad_output"]
     override = recipe.backward_override or ""
-    if not override and x_col.hadamard != g_col.hadamard:
-        raise ValueError(
-            f"{type(recipe).__name__}: wgrad multiplies the column copies of input and "
-            f"grad_output, whose Hadamard transforms differ ({x_col!r}, {g_col!r}); transform both "
-            "by the same signs, or neither"
-        )
+    # What only hands on, `ops.Quantize`, has no input and no weight to multiply.
+    if not override and (fwd_roles is None or any(role is not None for role in fwd_roles[:2])):
+        _check_transforms(type(recipe).__name__, (x_col, g_col), (w_col, g_row))
     return Plan(
         x_row,
         x_col,
@@ -188,6 +185,24 @@ def make_plan(recipe: Recipe, fwd_roles: Roles, bwd_roles: Roles) -> Plan:
         bool(x.is_requantization_safe()),
         type(recipe).__name__,
     )
+
+
+def _check_transforms(recipe: str, wgrad: tuple[Cast, Cast], dgrad: tuple[Cast, Cast]) -> None:
+    """Raise where a Hadamard transform of one operand is not undone by the other's."""
+    x_col, g_col = wgrad
+    if x_col.hadamard != g_col.hadamard:
+        raise ValueError(
+            f"{recipe}: wgrad multiplies the column copies of input and "
+            f"grad_output, whose Hadamard transforms differ ({x_col!r}, {g_col!r}); transform both "
+            "by the same signs, or neither"
+        )
+    w_col, g_row = dgrad
+    if w_col.hadamard != g_row.hadamard:
+        raise ValueError(
+            f"{recipe}: dgrad multiplies the column copy of weight by the row copy of "
+            f"grad_output, whose Hadamard transforms differ ({w_col!r}, {g_row!r}); row copies "
+            "have none: leave weight's out"
+        )
 
 
 def make_quantizers(recipe: Recipe, mode: str, roles: Roles) -> tuple[Quantizer | None, ...]:

@@ -8,9 +8,22 @@ import pytest
 import torch
 
 import minifloat
-from minifloat.recipe import MXFP8BlockScaling
+from minifloat.recipe import CustomRecipe, MXFP8BlockScaling
 
 MX = MXFP8BlockScaling()
+
+
+def _high_dgrad(role: Any) -> Any:
+    """MXFP8, but that the gradient of the input multiplies the weight itself."""
+    made = minifloat.MXFP8Quantizer(minifloat.DType.kFloat8E4M3)
+    if role is None or role.tensor_type != "weight":
+        return made
+    return minifloat.HybridQuantizer(
+        rowwise_quantizer=made, columnwise_quantizer=minifloat.IdentityQuantizer()
+    )
+
+
+HIGH_DGRAD = CustomRecipe(qfactory=_high_dgrad)
 
 
 @pytest.mark.parametrize("kind", ["fused", "compiled", "ranks"])
@@ -40,3 +53,31 @@ def test_cache_weights_sees_the_step_of_an_optimizer_that_counts_no_writes(kind:
             (step or optimizer.step)()
             frozen(x), module(x)
             assert frozen._cached_version == kept[0] and module._cached_version != kept[1]
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_copy_in_high_precision_is_not_the_weight(cache: bool) -> None:
+    with minifloat.autocast(recipe=HIGH_DGRAD):
+        module = minifloat.Linear(32, 48, bias=False, cache_weights=cache)
+        x, weight = torch.randn(4, 32, requires_grad=True), module.weight
+        then, version = weight.detach().clone(), weight._version
+        first, second = (None, None) if cache else (True, False)
+        (
+            module(x, is_first_microbatch=first) + module(x, is_first_microbatch=second)
+        ).sum().backward()
+        assert weight._version == version
+        with torch.no_grad():
+            weight.mul_(2)
+        x.grad = None
+        module(x, is_first_microbatch=second).sum().backward()
+    used = weight.detach() if cache else then  # False: what was kept
+    torch.testing.assert_close(x.grad, used.sum(0).expand(4, 32))
+
+
+def test_a_kept_weight_of_experts_is_not_the_weight() -> None:
+    with minifloat.autocast(recipe=HIGH_DGRAD):
+        module = minifloat.GroupedLinear(2, 32, 48, bias=False, single_grouped_weight=True)
+        x, version = torch.randn(4, 32), module.weight._version
+        for first in (True, False, True):
+            module(x, [1, 3], is_first_microbatch=first)
+    assert module.weight._version == version

@@ -215,6 +215,30 @@ def test_another_recipe_than_that_of_the_weight(kind: str) -> None:
         made(torch.randn(4, 32))
 
 
+@pytest.mark.parametrize("kind", ["Linear", *KINDS, "GroupedLinear", "ops"])
+def test_random_bits_in_a_weight_that_is_cast_again(kind: str) -> None:
+    random = recipes.QParams(stochastic_rounding=True)
+    recipe = recipes.NVFP4BlockScaling(fp4_quant_fwd_weight=random)
+    pattern = "(?s)NVFP4BlockScaling, slot weight.*stochastic.*nearest.*quantized_model_init"
+    grouped: tuple[Any, ...] = ([1, 3],) if kind == "GroupedLinear" else ()
+
+    def make(**kwargs: Any) -> Any:
+        if kind == "ops":
+            return minifloat.ops.Linear(32, 48)
+        return getattr(minifloat, kind)(*((2,) if grouped else ()), 32, 48, **kwargs)
+
+    x = torch.randn(4, 32)
+    for first in (None, True):
+        flags = {} if first is None or kind == "ops" else {"is_first_microbatch": first}
+        with minifloat.autocast(recipe=recipe), pytest.raises(ValueError, match=pattern):
+            make()(x, *grouped, **flags)
+    if not grouped and kind != "ops":
+        with minifloat.autocast(recipe=recipe), pytest.raises(ValueError, match=pattern):
+            make(cache_weights=True)
+    with minifloat.quantized_model_init(recipe=recipe), minifloat.autocast(recipe=recipe):
+        assert make()(x, *grouped).isfinite().all()  # rounded where it was written
+
+
 @both
 def test_backward_dw_without_a_backward(kind: str) -> None:
     made = layer(kind, delay_wgrad_compute=True)

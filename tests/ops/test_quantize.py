@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
 
 import minifloat
 from minifloat import ops
@@ -75,9 +77,18 @@ def test_compiled_like_eager(name: str, recipe: str) -> None:
     compiled_like_eager(chain(name), lambda m: m, [[x] for x in batches()], RECIPES[recipe])
 
 
+def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    policy = torch_checkpoint.CheckpointPolicy
+    return policy.MUST_SAVE if op is torch.ops.aten.mm.default else policy.PREFER_RECOMPUTE
+
+
+_SELECTIVE = functools.partial(
+    torch_checkpoint.create_selective_checkpoint_contexts, _save_products
+)
 WAYS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "eager": lambda m: lambda x: minifloat.checkpoint(m, x),
     "reentrant": lambda m: lambda x: minifloat.checkpoint(m, x, use_reentrant=True),
+    "selective": lambda m: lambda x: minifloat.checkpoint(m, x, context_fn=_SELECTIVE),
     "compiled": lambda m: torch.compile(
         lambda x: minifloat.checkpoint(m, x), backend="aot_eager", fullgraph=True
     ),

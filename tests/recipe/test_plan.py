@@ -37,6 +37,7 @@ from minifloat.recipe import (
     QuantizerRole,
     Recipe,
 )
+from minifloat.recipe.factories import nvfp4_factory
 
 from .cases import BWD, FWD, RECIPES, most_recent, mxfp8_everywhere
 
@@ -319,18 +320,27 @@ def test_live_scales_do_not_fit_into_a_plan() -> None:
         by_type(input=live, rest=MXFP8Quantizer(E4M3)).plan(FWD, BWD)
 
 
+_TRANSFORMED = QParams(random_hadamard_transform=True)
+
+
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "product"),
     [
-        NVFP4BlockScaling(fp4_quant_fwd_inp=QParams()),
-        NVFP4BlockScaling(fp4_quant_bwd_grad=QParams()),
+        (NVFP4BlockScaling(fp4_quant_fwd_inp=QParams()), "wgrad"),
+        (NVFP4BlockScaling(fp4_quant_bwd_grad=QParams()), "wgrad"),
+        (NVFP4BlockScaling(fp4_quant_fwd_weight=_TRANSFORMED), "dgrad"),
     ],
 )
-def test_half_a_hadamard_transform_is_refused(recipe: Recipe) -> None:
-    with pytest.raises(ValueError, match="wgrad multiplies.*Hadamard transforms differ"):
+def test_half_a_hadamard_transform_is_refused(recipe: Recipe, product: str) -> None:
+    with pytest.raises(ValueError, match=f"{product} multiplies.*Hadamard transforms differ"):
         recipe.plan()
     # Without a quantized backward nothing is multiplied.
     recipe.replace(backward_override="high_precision").plan()
+
+
+def test_what_multiplies_nothing_has_any_transforms() -> None:
+    plan = CustomRecipe(qfactory=nvfp4_factory).plan((None, None, FWD[0]), (None, None))
+    assert plan.w_col.transforms and plan.y_row.format_name == "nvfp4"
 
 
 def test_wrong_numbers_of_roles() -> None:

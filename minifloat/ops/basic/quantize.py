@@ -17,7 +17,6 @@ from ...producer import Producer
 from ...producers import activation_gradient
 from ...recipe.autocast import STATE
 from ...recipe.delayed import DelayedState, update
-from ...recipe.plan import Plan
 from ...recipe.roles import QuantizerRole
 from ...sums import column_sums
 from ...tensors import QuantizedTensorStorage
@@ -90,13 +89,16 @@ class Quantize(QuantizedOperation):
         if not _quantizes(plan.y_row):
             return input_, ()
         if library.traced():
-            return _rounded(input_, plan.y_row, self._traced_output(plan)), ()
+            return _rounded(input_, plan.y_row, self._traced_output(begun)), ()
         made: Any = self._live("output", begun) if plan.delayed[2] else plan.output
         return made.quantize(input_), ()
 
-    def _traced_output(self, plan: Plan) -> Any:
-        if not plan.delayed[2]:
+    def _traced_output(self, begun: Begun) -> Live | None:
+        if not begun.plan.delayed[2]:
             return None
+        if begun.entry is not None:  # eager code, in a checkpoint that watches operators
+            made = self._live("output", begun)
+            return made.scale, made.amax
         scale, amax = self.delayed.live("output")
         # A recompute would read what the scale has become.
         return (scalars.snapshot(scale) if STATE.checkpointed else scale), amax
