@@ -1,4 +1,4 @@
-"""What may be cast: checked before anything is written."""
+"""What may be cast, checked before anything is written, and the bits that it is rounded by."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = [
     "check_seed",
     "check_usage",
     "check_whole",
+    "draw_seed",
 ]
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,3 +96,8 @@ def check_seed(seed: Tensor | None) -> None:
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
         given = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
         raise ValueError(f"seed: got {given}; an int64 tensor [seed, offset] is needed")
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """`[seed, offset]` for one stochastic cast, of PyTorch's generator for the device."""
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)

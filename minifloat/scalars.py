@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import env, library, programs, reference
 
-__all__ = ["Step", "advance", "rescale", "snapshot", "tallied"]
+__all__ = ["Step", "advance", "rescale", "snapshot", "tallied", "tied"]
 
 MANY = 64  # layers whose steps are one program
 
@@ -139,6 +139,19 @@ def _snapshot_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def tied(x: Tensor, to: Tensor) -> Tensor:
+    """`x`; a graph makes `to` where it makes this, and copies `x`."""
+    return library.op("tied")(x, to) if library.traced() else x
+
+
+def _tied(x: Tensor, to: Tensor) -> Tensor:
+    return x.clone()
+
+
+def _tied_fake(x: Tensor, to: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def tallied(x: Tensor, counts: Tensor, index: int) -> Tensor:
     """`x`, once `counts[index]` has gone up by one; in a graph too, each time that it runs."""
     if library.traced():
@@ -169,6 +182,7 @@ library.define(
             _advance,
             _advance_fake,
         ),
+        ("tied(Tensor x, Tensor to) -> Tensor", _tied, _tied_fake),
         ("tallied(Tensor x, Tensor counts, int index) -> Tensor", _tallied, _tallied_fake),
     )
 )

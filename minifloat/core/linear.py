@@ -232,8 +232,20 @@ def product(
     Operands of matrices are multiplied by `gemm`, or by `unscaled` for who takes `Scaled`; those of
     groups by what `core.grouped` gives.
     """
+    if which == FPROP and a.cast.layout[0] is not torch.uint8:
+        a = _drawn(a, call)
     a = tally(which, a, b, call)
     return multiply(a, b, out_dtype=dtype, fast=call.plan.fast[which], **options)
+
+
+def _drawn(x_row: Operand, call: Call) -> Operand:
+    """The input's row operand; a graph draws the seed before. Where no cast of forward reads the
+    seed (the input is quantized, or stays as it is), PyTorch would draw it in backward."""
+    if call.seed is None:
+        return x_row
+    if x_row.scale is not None:  # the smaller one to copy
+        return x_row._replace(scale=scalars.tied(x_row.scale, call.seed))
+    return x_row._replace(data=scalars.tied(x_row.data, call.seed))
 
 
 def stand_in(shape: Any, call: Call, device: torch.device) -> Tensor | None:
@@ -307,7 +319,7 @@ def _input_operands(x: Any, call: Call, need_col: bool) -> tuple[Operand, Operan
     plan = call.plan
     col = plan.x_col if need_col else None
     if isinstance(x, QuantizedTensorStorage):
-        return x.operand(False), (x.operand(True) if need_col else None)
+        return _drawn(x.operand(False), call), (x.operand(True) if need_col else None)
     row_operand, col_operand = operands(
         x,
         plan.x_row,

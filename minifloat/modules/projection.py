@@ -22,7 +22,7 @@ from ..core import collectives
 from ..core.linear import Call
 from ..core.linear import Linear as LinearOp
 from ..formats import Operand
-from ..inputs import INPUT_DTYPES, check_whole
+from ..inputs import INPUT_DTYPES, check_whole, draw_seed
 from ..module import HIGH_PLAN, Begun
 from ..parameters import (
     add_gradient,
@@ -435,7 +435,7 @@ class Projection(CachesWeight):
     def _seed(self, plan: Any, inp: Tensor, fp8_grad: bool) -> Tensor | None:
         if not plan.stochastic and not (fp8_grad and plan.dx_row.stochastic):
             return None
-        return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=inp.device)
+        return draw_seed(inp.device)
 
     def _check_saving(self, plan: Plan) -> None:
         if plan.delayed[0]:

@@ -223,7 +223,7 @@ class Quantizer(abc.ABC):
         row, col = self._casts()
         if seed is None and ((row and row.stochastic) or (col and col.stochastic)):
             self._check_input(tensor)  # before the generator moves
-            seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=tensor.device)
+            seed = inputs.draw_seed(tensor.device)
         group_name = self._reduction_name() if group is None else group.group_name
         row_amax = col_amax = None
         if group_name is not None and self._has_global_amax():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import ragged
 from ..formats import Cast
+from ..inputs import draw_seed
 from ..layout import part_names, shares_scale
 from ..quantizers import Quantizer
 
@@ -141,7 +142,7 @@ def _seed(quantizer: Any, x: Tensor, seed: Tensor | None) -> Tensor | None:
     stochastic = any(c is not None and c.stochastic for c in quantizer._casts())
     if seed is not None or not stochastic:
         return seed
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=x.device)
+    return draw_seed(x.device)
 
 
 def _named(

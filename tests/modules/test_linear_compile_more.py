@@ -524,6 +524,44 @@ def test_a_gradient_that_is_rounded_stochastically(override: str | None) -> None
             assert torch.equal(plain(a), plain(b))
 
 
+@pytest.mark.parametrize("case", ["linear", "mlp", "grouped", "quantized"])
+def test_forward_draws_what_backward_rounds_by(case: str) -> None:
+    """Also where no cast of forward reads it: in a graph PyTorch left that to backward."""
+    quantizer = minifloat.NVFP4Quantizer()
+    other = quantizer if case == "quantized" else minifloat.IdentityQuantizer()
+
+    def factory(role: Any) -> Any:
+        if role is not None and role.tensor_type == "grad_output":
+            return minifloat.NVFP4Quantizer(stochastic_rounding=True)
+        return other
+
+    recipe = recipes.CustomRecipe(qfactory=factory)
+    layer: Any = linear()
+    sizes: tuple[Tensor, ...] = ()
+    if case == "grouped":
+        layer = minifloat.GroupedLinear(2, 48, 32, device="cpu")
+        sizes = (torch.tensor([2, 4]),)
+    elif case == "mlp":
+        layer = minifloat.LayerNormMLP(48, 64, device="cpu")
+    x: Any = sample(6, 48)
+    x = quantizer(x) if case == "quantized" else x.requires_grad_()
+    graph = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = []
+    for run in (layer, graph):
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        torch.manual_seed(3)
+        with minifloat.autocast(recipe=recipe):
+            y = run(x, *sizes)
+        torch.rand(5)  # somebody else's bits
+        state = torch.get_rng_state()
+        y.backward(sample(*y.shape))
+        assert torch.equal(state, torch.get_rng_state())
+        found.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
 @quick(("delayed", "nvfp4"))
 def test_a_dispatch_mode_changes_nothing(name: str) -> None:
     recipe, layer = RECIPES[name](), linear()

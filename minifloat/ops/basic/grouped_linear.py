@@ -14,6 +14,7 @@ from ...core import grouped
 from ...core.linear import Call
 from ...experts import QUANTIZED, Experts, Later, as_operands, watched
 from ...grouped_gemm import sums
+from ...inputs import draw_seed
 from ...module import HIGH_PLAN
 from ...parameters import default_device
 from ...producer import Producer
@@ -182,7 +183,7 @@ class GroupedLinear(Experts, QuantizedOperation):
         )
         seed = None
         if begun.plan.stochastic:
-            seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=owners[0].device)
+            seed = draw_seed(owners[0].device)
         into: tuple[Any, bool, bool | None] = (None, False, None)
         if self._accumulate_into_main_grad and needs[1]:
             into = self._main_grads(owners, "accumulate_into_main_grad")

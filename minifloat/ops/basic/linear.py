@@ -11,6 +11,7 @@ from torch import nn
 
 from ...core import collectives
 from ...core.linear import Call, Gradient, Linear, fprop, stored
+from ...inputs import draw_seed
 from ...parameters import (
     check_size,
     default_device,
@@ -146,7 +147,7 @@ class BasicLinear(QuantizedOperation):
         )
         seed = None
         if begun.plan.stochastic:
-            seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=weight.device)
+            seed = draw_seed(weight.device)
         into: tuple[Any, bool, bool | None] = (None, False, None)
         if self._accumulate_into_main_grad and needs[1]:
             into = main_grad(weight, type(self).__name__, "accumulate_into_main_grad")

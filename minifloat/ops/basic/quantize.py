@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import library, scalars
 from ...core.linear import Gradient, dequantized
+from ...inputs import draw_seed
 from ...module import Begun
 from ...operands import Live, operands
 from ...parameters import default_device
@@ -168,7 +169,7 @@ def _rounded(x: Any, cast: Any, live: Live | None) -> Tensor:
     """The values of `x` quantized: a graph hands out no quantized tensor."""
     seed = None
     if cast.stochastic:  # drawn where quantizers draw it
-        seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=x.device)
+        seed = draw_seed(x.device)
     row = operands(folded(x), cast, None, live=live, seed=seed, keep_row=True)[0]
     assert row is not None
     return dequantized(row, folded(x).shape, x.dtype).reshape(x.shape)
