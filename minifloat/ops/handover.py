@@ -20,7 +20,7 @@ from ..producers import Lazy, activation_gradient
 from ..recipe.plan import Plan
 from .basic.values import matrix
 
-__all__ = ["GradientTaker", "Handed", "InputTaker", "takes_gradients", "takes_inputs"]
+__all__ = ["GradientTaker", "Handed", "InputTaker", "Rounded", "takes_gradients", "takes_inputs"]
 
 
 class Handed(NamedTuple):
@@ -29,6 +29,13 @@ class Handed(NamedTuple):
     row: Operand
     col: Operand | None
     lead: tuple[int, ...]
+
+
+class Rounded(NamedTuple):
+    """What a graph has in place of a quantized tensor: its values. Operations that leave alone what
+    is quantized are given it as it is, all others the values."""
+
+    values: Tensor
 
 
 class InputTaker(NamedTuple):

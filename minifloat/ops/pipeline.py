@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from ..tensors import QuantizedTensorStorage, prepare_for_saving, restore_from_saved
+from .basic.quantize import Quantize
+from .basic.shape import Identity
 from .basic.values import summed
 from .context import OperationContext
-from .handover import Handed
+from .handover import Handed, Rounded
 from .results import each, results
 from .wiring import Key, Wiring, position
 
 __all__ = ["Call", "Pipeline"]
+
+LEAVES_QUANTIZED = (Identity, Quantize)  # as it is
 
 
 class Call(NamedTuple):
@@ -77,6 +81,7 @@ class Pipeline:
         contexts: dict[int, OperationContext] = {}
         shapes: dict[int, Any] = {}  # of what an operation reads
         for op, indices in self.forward_ops:
+            x = _given(op, x)
             shapes[indices[0]] = _shape(x)
             here = [
                 OperationContext(requires_grad=call.requires_grad[i], _begun=True) for i in indices
@@ -92,6 +97,7 @@ class Pipeline:
             ctx.to_save = None
             ctx._save_range = (len(saved), len(saved) + len(flat))
             saved.extend(flat)
+        x = _plain(x)
         made_here = {key: _shape(t) for key, t in extra.items() if key not in self.imports}
         note = (contexts, objects, shapes, made_here)
         if not self.exports:
@@ -170,6 +176,7 @@ class Pipeline:
                 tuple([extra.get((i, slot)) for slot in range(self.ops[i].num_extra_outputs)])
                 for i in indices
             ]
+            g = _given(op, g)
             g, params, inputs = self._placed(op, indices, _backward, op, here, g, of_extra)
             g = summed(g, shapes.get(indices[0]))
             for i, found, sums in zip(indices, params, inputs, strict=True):
@@ -182,7 +189,7 @@ class Pipeline:
                     )
                 for key, grad in zip(self.wiring.sources[i], sums, strict=True):
                     extra[key] = _sum(extra.get(key), summed(grad, of_made.get(key)))
-        made: list[Any] = [g, *[extra.get(key) for key in self.imports]]
+        made: list[Any] = [_plain(g), *[extra.get(key) for key in self.imports]]
         for i in range(self.start, self.stop):
             count = len(list(self.ops[i].parameters()))
             made.extend(of_params.get(i, [None] * count))
@@ -247,9 +254,18 @@ def _backward(op: Any, contexts: list[Any], g: Any, of_extra: list[Any]) -> tupl
 
 
 def _tensor(y: Any, method: str) -> Any:
-    if isinstance(y, Tensor | QuantizedTensorStorage | Handed):
+    if isinstance(y, Tensor | QuantizedTensorStorage | Handed | Rounded):
         return y
     raise TypeError(f"{method}: returned {type(y).__name__} as its output; a tensor is needed")
+
+
+def _given(op: Any, x: Any) -> Any:
+    """What an operation is given of what the one before it made."""
+    return x if any([op._computes_as is kind for kind in LEAVES_QUANTIZED]) else _plain(x)  # noqa: C419
+
+
+def _plain(x: Any) -> Any:
+    return x.values if isinstance(x, Rounded) else x
 
 
 def _shape(x: Any) -> Any:

@@ -25,6 +25,7 @@ CHAINS: dict[str, Callable[[], list[Any]]] = {
     "first": lambda: [ops.Quantize(True, True), ops.GELU(), ops.Linear(32, 32)],
     "between": lambda: [ops.Linear(32, 32), ops.Quantize(True, True), ops.L2Normalization()],
     "last": lambda: [ops.GELU(), ops.Quantize(True, True)],
+    "two": lambda: [ops.Quantize(True, True), ops.Identity(), ops.Quantize(True, True), ops.ReLU()],
 }
 
 

@@ -22,7 +22,7 @@ from ...recipe.roles import QuantizerRole
 from ...sums import column_sums
 from ...tensors import QuantizedTensorStorage
 from ..context import OperationContext
-from ..handover import Handed
+from ..handover import Handed, Rounded
 from ..quantized_operation import QuantizedOperation
 from .values import folded
 
@@ -90,7 +90,7 @@ class Quantize(QuantizedOperation):
         if not _quantizes(plan.y_row):
             return input_, ()
         if library.traced():
-            return _rounded(input_, plan.y_row, self._traced_output(begun)), ()
+            return Rounded(_rounded(input_, plan.y_row, self._traced_output(begun))), ()
         made: Any = self._live("output", begun) if plan.delayed[2] else plan.output
         return made.quantize(input_), ()
 
@@ -120,16 +120,10 @@ class Quantize(QuantizedOperation):
         made = grad_output
         if ctx.taker is not None and not _is_quantized(made):
             made = ctx.taker.quantize(made)
-        return made.values if isinstance(made, Rounded) else made, ()
+        return made, ()
 
     def extra_repr(self) -> str:
         return f"forward={self._quantize_forward}, backward={self._quantize_backward}"
-
-
-class Rounded(NamedTuple):
-    """What a graph has in place of a quantized gradient, until it is out of the pipeline."""
-
-    values: Tensor
 
 
 class GradientQuantizer(NamedTuple):
