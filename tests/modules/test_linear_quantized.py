@@ -333,10 +333,20 @@ def test_a_quantized_input_and_a_backward_in_high_precision(
 
 
 @pytest.mark.parametrize("way", EAGER)
-def test_save_original_input_keeps_a_quantized_one(way: str) -> None:
-    recipe, layer = recipes.Float8CurrentScaling(), linear(save_original_input=True)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.Float8CurrentScaling(),
+        recipes.Float8BlockScaling(use_f32_scales=True),
+        recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    ],
+    ids=["current", "block", "nvfp4"],
+)
+def test_save_original_input_keeps_a_quantized_one(recipe: recipes.Recipe, way: str) -> None:
+    """Its own column copy, that is: one of its values would have been rounded twice."""
+    layer, plain = linear(save_original_input=True), linear()
     coded = input_quantizer(recipe).quantize(sample(20, 48))
-    expected = run(layer, layer, coded.dequantize(), recipe)[0]
+    expected = run(plain, plain, coded, recipe)[0]
     compare(expected, run(prepared(layer, way), layer, coded, recipe)[0])
 
 
