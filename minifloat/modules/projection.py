@@ -461,10 +461,10 @@ class Projection(CachesWeight):
             return False
         return True
 
-    def _output_quantizer(self, begun: Begun, trains: bool) -> Any:
+    def _output_quantizer(self, begun: Begun) -> Any:
         made = self._boundary(begun, begun.plan.output, begun.plan.delayed[2], "output")
-        # The next layer's weight gradient multiplies the column copy.
-        return made._with_usages(True, True) if trains else made
+        # The next layer's weight gradient multiplies the column copy, whatever is frozen here.
+        return made._with_usages(True, True) if torch.is_grad_enabled() else made
 
     def _grad_input_quantizer(self, begun: Begun, wanted: bool) -> Any:
         if not wanted:

@@ -115,6 +115,19 @@ def test_a_quantized_tensor_between_layers_trains(name: str, shape: tuple[int, .
     assert counter.graphs == 1
 
 
+@pytest.mark.parametrize("way", EAGER)
+def test_a_frozen_layer_hands_on_what_the_next_ones_weight_gradient_multiplies(way: str) -> None:
+    recipe, (first, second), x = recipes.MXFP8BlockScaling(), pair(), sample(20, 48)
+    first.requires_grad_(False)
+    made = []
+    for fp8 in (False, True):
+        second.zero_grad()
+        with minifloat.autocast(recipe=recipe):
+            prepared(joined((first, second), fp8), way)(x).sum().backward()
+        made.append(second.weight.grad)
+    assert torch.equal(*made)
+
+
 def trained(call: Any, x: Tensor, recipe: Any, layers: Any) -> list[Any]:
     torch.manual_seed(7)
     x = x.clone().requires_grad_()
