@@ -1,4 +1,5 @@
-"""Quantize and dequantize as identities to autograd: the gradient passes unchanged."""
+"""Quantize and dequantize as identities to autograd: the gradient passes unchanged, or does not
+come at all (of a weight whose gradient `main_grad` takes, say)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ def run(quantizer: Any, x: Tensor, dtype: torch.dtype | None, seed: Any) -> Any:
 class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Any, dtype: torch.dtype | None, seed: Any) -> Any:
+        _no_zeros(ctx)
         return run(quantizer, x, dtype, seed)
 
     @staticmethod
@@ -29,12 +31,19 @@ class _Quantize(torch.autograd.Function):
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Any, dtype: torch.dtype) -> Tensor:
+        _no_zeros(ctx)
         ctx.dtype = t.dtype
         return t._dequantize(dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype), None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None]:
+        return None if grads[0] is None else grads[0].to(ctx.dtype), None
+
+
+def _no_zeros(ctx: Any) -> None:
+    """Have PyTorch make no zeros of a gradient that does not come. Dynamo knows no such call."""
+    if not torch.compiler.is_compiling():
+        ctx.set_materialize_grads(False)
 
 
 def quantize(x: Tensor, quantizer: Any, dtype: torch.dtype | None, seed: Tensor | None) -> Any:

@@ -135,3 +135,18 @@ def test_stochastic_rounding_recomputes_the_same_bits_under_checkpoint() -> None
     torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
     assert len(made) == 2
     assert torch.equal(*made)
+
+
+def test_a_gradient_that_does_not_come_is_none() -> None:
+    """As of a quantized weight outside autocast: `main_grad` has its gradient, or later will."""
+    current = mf.recipe.Float8CurrentScaling()
+    for options in ({"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}):
+        with mf.quantized_model_init(recipe=current):
+            layer = mf.Linear(16, 16, bias=False, device="cpu", **options)
+        layer.weight.main_grad = torch.zeros(16, 16)
+        with pytest.warns(UserWarning, match="outside autocast"):
+            layer(sample(4, 16).requires_grad_()).sum().backward()
+        assert layer.weight.grad is None
+        layer.backward_dw()
+        made = layer.weight.main_grad if layer.weight.grad is None else layer.weight.grad
+        assert made.abs().sum() > 0

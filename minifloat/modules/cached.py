@@ -28,6 +28,7 @@ class CachesWeight(Module):
     _cached: Cached | None
     _cached_version: Versions | None  # of the parameters that were cast
     _preallocated: str  # Plan.weight_key of a workspace held in buffers, or ""
+    _unused: bool = False  # no forward has cast into these buffers yet: they are memory alone
     _init_recipe: Recipe | None
     _weight_operands = staticmethod(weight_operands)  # what casts a weight for a workspace
 
@@ -57,7 +58,9 @@ class CachesWeight(Module):
                 )[0]
         if first is None and not self._versioned(owners):
             return None
-        update = first is not False
+        # A graph cannot note that it has cast: there, False is taken at its word.
+        unused = not torch.compiler.is_compiling() and self._unused
+        update = first is not False or unused
         version = None
         if first is None:
             # Of the parameters: those of a split module are joined anew at every call.
@@ -75,6 +78,8 @@ class CachesWeight(Module):
             )
         if new is not None:
             self._set_cached(new)
+        if unused:
+            self._unused = False
         if version is not None:
             self._cached_version = version
         if begun.entry is not None:
@@ -123,10 +128,12 @@ class CachesWeight(Module):
                 weight, plan, live, None, col=True, update=True, cast=self._weight_operands
             )
             self._hold(made)
+            self._unused = True
             self.delayed.reset()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._cached, self._cached_version = None, None  # it is not moved along
+        self._unused = bool(self._preallocated)  # the buffers are: with other values, maybe
         held = [(name, b) for name, b in self._buffers.items() if b is not None]
         super()._apply(fn, recurse)
         for name, b in held:  # a workspace keeps its dtypes: module.bfloat16() means the parameters

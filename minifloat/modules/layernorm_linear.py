@@ -163,7 +163,7 @@ class LayerNormLinear(Weighted, Normed):
         if begun.calibration is not None:
             self._calibrate_normed(inp, weight, begun)
         if fp8_output:
-            y = self._output_quantizer(begun, y.requires_grad).quantize(y)
+            y = self._output_quantizer(begun).quantize(y)
         self._end(begun)
         extra = (*((bias,) if self.return_bias else ()), *(() if ln_out is None else (ln_out,)))
         return (y, *extra) if extra else y

@@ -143,6 +143,6 @@ class Linear(Weighted, nn.Linear):
         if row and bias is not None and not self.return_bias:
             y = y + bias
         if fp8_output:
-            y = self._output_quantizer(begun, y.requires_grad).quantize(y)
+            y = self._output_quantizer(begun).quantize(y)
         self._end(begun)
         return (y, bias) if self.return_bias else y

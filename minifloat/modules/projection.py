@@ -267,7 +267,7 @@ class Projection(CachesWeight):
             None if cached is None else cached.copies,
             *self._main_grad(needs[1], owners, first),
             self._seed(plan, inp, fp8_grad),
-            self._saves_input(plan),
+            self._saves_input(plan, inp),
             self._grad_input_quantizer(begun, fp8_grad),
             self.wgrad_store.put if self._defers(needs[1]) else None,
             counts=self._counts,
@@ -444,10 +444,12 @@ class Projection(CachesWeight):
                 "by backward; use another recipe, or save_original_input=False"
             )
 
-    def _saves_input(self, plan: Any) -> bool:
+    def _saves_input(self, plan: Any, inp: Tensor) -> bool:
         if not self.save_original_input:
             return False
         self._check_saving(plan)
+        if is_quantized(inp):  # its column copy is there: another cast would round it twice
+            return False
         if not plan.requantizes:
             if not torch.compiler.is_compiling():
                 warnings.warn(
@@ -459,10 +461,10 @@ class Projection(CachesWeight):
             return False
         return True
 
-    def _output_quantizer(self, begun: Begun, trains: bool) -> Any:
+    def _output_quantizer(self, begun: Begun) -> Any:
         made = self._boundary(begun, begun.plan.output, begun.plan.delayed[2], "output")
-        # The next layer's weight gradient multiplies the column copy.
-        return made._with_usages(True, True) if trains else made
+        # The next layer's weight gradient multiplies the column copy, whatever is frozen here.
+        return made._with_usages(True, True) if torch.is_grad_enabled() else made
 
     def _grad_input_quantizer(self, begun: Begun, wanted: bool) -> Any:
         if not wanted:

@@ -81,3 +81,20 @@ def test_a_kept_weight_of_experts_is_not_the_weight() -> None:
         for first in (True, False, True):
             module(x, [1, 3], is_first_microbatch=first)
     assert module.weight._version == version
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("moved", [False, True])
+def test_false_before_any_true_casts(cache: bool, moved: bool) -> None:
+    """Not what was in the weight when the layer was made, which a checkpoint has replaced."""
+    with minifloat.autocast(recipe=MX):
+        module, other = minifloat.Linear(32, 48, cache_weights=cache), minifloat.Linear(32, 48)
+        x = torch.randn(4, 32)
+        if moved:
+            module(x, is_first_microbatch=True)
+            module.to_empty(device=module.weight.device)
+        module.load_state_dict(other.state_dict())
+        assert torch.equal(module(x, is_first_microbatch=False), other(x))
+        with torch.no_grad():
+            module.weight.mul_(2)
+        assert torch.equal(module(x, is_first_microbatch=False), other(x))  # what was kept

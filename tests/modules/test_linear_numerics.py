@@ -262,7 +262,7 @@ class Expected:
     g: Tensor
     seed: Tensor | None
     scales: dict[str, float]
-    now: Tensor  # the weight itself, which casts to high precision stand for
+    now: Tensor  # the weight itself, of which nothing is kept where forward does not quantize it
 
     def scale(self, slot: str) -> float | None:
         return self.scales.get(slot)
@@ -272,10 +272,8 @@ class Expected:
         return x, self._weight(0)
 
     def _weight(self, i: int) -> Operand:
-        cast = self.kind.w[i]
-        return operand(
-            self.now if cast is HIGH else self.weight, cast, i == 1, self.scale("weight")
-        )
+        w = self.now if self.kind.w[0] is HIGH else self.weight
+        return operand(w, self.kind.w[i], i == 1, self.scale("weight"))
 
     def dgrad(self) -> tuple[Operand, Operand]:
         if self.kind.override:

@@ -115,6 +115,19 @@ def test_a_quantized_tensor_between_layers_trains(name: str, shape: tuple[int, .
     assert counter.graphs == 1
 
 
+@pytest.mark.parametrize("way", EAGER)
+def test_a_frozen_layer_hands_on_what_the_next_ones_weight_gradient_multiplies(way: str) -> None:
+    recipe, (first, second), x = recipes.MXFP8BlockScaling(), pair(), sample(20, 48)
+    first.requires_grad_(False)
+    made = []
+    for fp8 in (False, True):
+        second.zero_grad()
+        with minifloat.autocast(recipe=recipe):
+            prepared(joined((first, second), fp8), way)(x).sum().backward()
+        made.append(second.weight.grad)
+    assert torch.equal(*made)
+
+
 def trained(call: Any, x: Tensor, recipe: Any, layers: Any) -> list[Any]:
     torch.manual_seed(7)
     x = x.clone().requires_grad_()
@@ -333,10 +346,20 @@ def test_a_quantized_input_and_a_backward_in_high_precision(
 
 
 @pytest.mark.parametrize("way", EAGER)
-def test_save_original_input_keeps_a_quantized_one(way: str) -> None:
-    recipe, layer = recipes.Float8CurrentScaling(), linear(save_original_input=True)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.Float8CurrentScaling(),
+        recipes.Float8BlockScaling(use_f32_scales=True),
+        recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    ],
+    ids=["current", "block", "nvfp4"],
+)
+def test_save_original_input_keeps_a_quantized_one(recipe: recipes.Recipe, way: str) -> None:
+    """Its own column copy, that is: one of its values would have been rounded twice."""
+    layer, plain = linear(save_original_input=True), linear()
     coded = input_quantizer(recipe).quantize(sample(20, 48))
-    expected = run(layer, layer, coded.dequantize(), recipe)[0]
+    expected = run(plain, plain, coded, recipe)[0]
     compare(expected, run(prepared(layer, way), layer, coded, recipe)[0])
 
 
