@@ -106,8 +106,9 @@ class CachesWeight(Module):
                 inside = "torch.compile for another recipe than at construction"
             raise RuntimeError(
                 f"{self._where()}: is_first_microbatch would make a weight workspace inside "
-                f"{inside}; construct the module with cache_weights=True under the recipe, which "
-                "makes it beforehand"
+                f"{inside}; make it beforehand: run one eager forward under the recipe with "
+                "is_first_microbatch=True, or give a module that takes it cache_weights=True at "
+                "construction"
             )
         self._cached = new
 

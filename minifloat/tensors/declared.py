@@ -124,7 +124,11 @@ class Declared:
         raise NotImplementedError
 
     def _written(self) -> None:
-        """Tell who follows this object that it has new values."""
+        """Count new values in the buffers, as PyTorch does after its operators: a backward that has
+        saved them raises then. What is written inside the operator of a wrapper is not counted."""
+        if not torch.compiler.is_compiling():
+            held = [t for t in self._buffers().values() if t is not None]
+            torch.autograd.graph.increment_version([t for t in held if not t.is_inference()])
 
     def _dequantize(self, dtype: torch.dtype) -> Any:
         """The values, outside autograd."""

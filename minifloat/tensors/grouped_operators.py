@@ -98,6 +98,7 @@ def _copy_(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
         for attr, buffer in dst._buffers().items():
             if buffer is not None:
                 buffer.copy_(theirs[attr], non_blocking)
+        dst._written()
         operators.record(dst._quantizer, src._quantizer)
         return dst
     dst._check_writable(func)

@@ -337,6 +337,7 @@ class GroupedTensorStorage(Factories, Declared):
                 matrix = values.to(self.device).reshape(self.logical_shape)
                 made = grouped_cast.of_matrix(self._writer(), matrix, None, self.num_tensors)
             self._write_parts(made)
+            self._written()
 
     # ------------------------------------------------------------------------------- reading
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:

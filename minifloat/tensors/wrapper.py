@@ -65,8 +65,8 @@ class Wrapper:
         return Tensor.detach(self)
 
     def _written(self: Any) -> None:
-        """Count new values, as PyTorch does after its operators: a backward that has saved this
-        tensor raises then."""
+        """Count new values of this tensor, too: it may be what a backward has saved."""
+        super()._written()  # type: ignore[misc]
         if not (self.is_inference() or torch.compiler.is_compiling()):
             torch.autograd.graph.increment_version(self)
 

@@ -93,3 +93,27 @@ def test_other_sizes_need_no_other_graph(name: str) -> None:
             found += [[z, y.grad, one.weight.grad, one.bias.grad]]
         compare(*found)
     assert counter.graphs == 1
+
+
+def test_a_workspace_for_a_compiled_checkpoint() -> None:
+    """It is made by an eager forward, as the error says: experts take no `cache_weights`."""
+    torch._dynamo.reset()
+    recipe = RECIPES["current"]()
+    layer = make(Case("checkpoint"), recipe)
+    other = duplicate(layer)
+    x = torch.randn(21, 48)
+
+    def step(owner: Any, call: Any, first: bool) -> list[Any]:
+        y = x.clone().requires_grad_()
+        with mf.autocast(recipe=recipe):
+            z = call(owner, y, SPLITS, is_first_microbatch=first)
+        z.sum().backward()
+        return [z, y.grad, *[p.grad for p in owner.parameters()]]
+
+    compiled = torch.compile(mf.checkpoint, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="run one eager forward"):
+        step(other, compiled, True)
+    for one in (layer, other):
+        step(one, lambda owner, *args, **kwargs: owner(*args, **kwargs), True)
+    for first in (True, False):
+        compare(step(layer, mf.checkpoint, first), step(other, compiled, first))

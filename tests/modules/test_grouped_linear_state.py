@@ -380,6 +380,20 @@ def test_a_weight_that_changed_before_backward() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("kind", [mf.GroupedLinear, ops.GroupedLinear])
+def test_a_quantized_weight_that_changed_before_backward(kind: Any) -> None:
+    """The gradient of the input was that of the new weight: backward reads the group's buffers."""
+    recipe = recipes.MXFP8BlockScaling()
+    with mf.quantized_model_init(recipe=recipe):
+        layer = kind(4, 48, 64, bias=False, single_grouped_weight=True, device="cpu")
+    with mf.autocast(recipe=recipe):
+        y = layer(torch.randn(55, 48, requires_grad=True), torch.tensor(SPLITS))
+    layer.weight.grad = torch.ones(4, 64, 48)
+    torch.optim.SGD(layer.parameters(), lr=0.5).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_one_expert() -> None:
     """A group of one has the bits of a Linear."""
     layer, alone = mf.GroupedLinear(1, 48, 64, device="cpu"), mf.Linear(48, 64, device="cpu")

@@ -412,3 +412,18 @@ def test_a_workspace_has_the_column_copy_of_the_row_copy() -> None:
         found.append((y.detach(), x.grad, layer.weight.grad))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("way", EAGER)
+def test_a_weight_that_changed_before_backward(way: str) -> None:
+    """A graph saves the weight's buffers, and ran backward on the new ones."""
+    recipe, x = RECIPES["mxfp8"](), sample(5, 48).requires_grad_()
+    with minifloat.quantized_model_init(recipe=recipe):
+        layer = linear()
+    call = prepared(layer, way)
+    with minifloat.autocast(recipe=recipe):
+        y = call(x)
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

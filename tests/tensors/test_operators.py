@@ -179,6 +179,33 @@ def test_what_is_written_to_a_group_is_counted(way: str) -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("way", ["mul_", "copy_", "zero_", "list", "alike", "member"])
+@pytest.mark.parametrize("kind", ["mxfp8", "hybrid", "group"])
+def test_what_operators_write_is_counted_in_the_buffers(kind: str, way: str) -> None:
+    """Which is what graphs save, and layers of experts."""
+    group = kind == "group"
+    t = group_of("mxfp8")[0] if group else quantized(kind)
+    old, new = t._buffers(), values(*t.shape, seed=2)
+    before = {name: b._version for name, b in old.items() if b is not None}
+    with torch.no_grad():
+        if way == "mul_":
+            t.mul_(2.0)
+        elif way == "copy_":
+            t.copy_(new)
+        elif way == "zero_":
+            t.zero_()
+        elif way == "list":
+            torch._foreach_mul_([t], 2.0)
+        elif way == "alike":
+            t.copy_(t.clone())
+        elif group:
+            t.split_into_quantized_tensors()[1].copy_(new[1])
+        else:
+            t.detach().copy_(new)
+    written = [name for name in before if name not in ("first_dims", "tensor_offsets")]
+    assert written and all(old[name]._version > before[name] for name in written)
+
+
 @pytest.mark.parametrize("made_in", [torch.no_grad, torch.inference_mode])
 def test_operators_in_inference_mode(made_in: Any) -> None:
     """PyTorch hands them over whole there: to("cpu") dequantized, and views could not be made."""
