@@ -71,6 +71,8 @@ def in_words(dtype: torch.dtype, m: int, k: int, *read: Tensor) -> bool:
     strides = [x.stride(0) for x in read]
     if any(s % 2 != 0 or s > FARTHEST for s in strides):
         return False
+    if any(x.shape[1] > WIDEST for x in read):  # a gradient is as wide as h, twice K where gated
+        return False
     return all(
         x.dtype is dtype and x.data_ptr() % 4 == 0 and env.takes_words(x.device) for x in read
     )

@@ -58,7 +58,8 @@ _COMPILED: dict[Hashable, Any] = {}
 
 def compiled(launch: Launch) -> Any:
     """What Triton makes of a launch on the current device, ready to be launched; None where that
-    has too little shared memory, or where the two assemble alone and together do not."""
+    has too little shared memory, where the two assemble alone and together do not, or where what is
+    new cannot be stored: each of the two may come from a cache that is read-only."""
     variant = Variant.of("", launch)
     tables = (variant.signature, variant.constants, variant.config.options)
     known = (variant.fn, variant.divisible, *(tuple(t.items()) for t in tables))
@@ -79,7 +80,7 @@ def _compile(variant: Variant) -> Any:
     try:
         made = triton.compile(source, target=target, options=variant.config.options)
         made.run  # noqa: B018  (loads it)
-    except (OutOfResources, PTXASError):
+    except (OutOfResources, PTXASError, OSError):
         return None
     return made
 

@@ -413,7 +413,7 @@ def _words(x: Tensor, row: Tensor | None, col: Tensor | None) -> bool:
     if x.dtype != torch.bfloat16 or not env.takes_words(x.device):
         return False
     given = (t for t in (x, row, col) if t is not None)
-    starts = (t.storage_offset() * t.element_size() % 4 for t in given)
+    starts = (t.data_ptr() % 4 for t in given)
     aligned = x.stride(0) % 2 == 0 and not any(starts)
     near = max(x.stride(0), x.shape[1]) <= WIDEST
     return aligned and near and x.shape[0] % 128 == 0 and x.shape[1] % 128 == 0

@@ -356,7 +356,7 @@ def _launch(
     m, k = x.shape
     even = m > 0 and k > 0 and m % PAD == k % PAD == 0
     words = even and x.dtype == torch.bfloat16  # two numbers to a word, as in `blocks`
-    words = words and x.storage_offset() % 2 == 0 and x.stride(0) % 2 == 0
+    words = words and x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
     words = words and env.takes_words(x.device)
     kind = _kind(row, col, tensors, words)
     config = config or CONFIGS[kind]

@@ -195,7 +195,7 @@ def _partial(x: Tensor, *, plain: bool, signs: int, config: Config | None = None
     tiles = config.tiles(m, k)
     programs = min(tiles, PARTIALS)
     even = config.even(m, k)
-    aligned = x.storage_offset() % 2 == 0 and x.stride(0) % 2 == 0
+    aligned = x.data_ptr() % 4 == 0 and x.stride(0) % 2 == 0
     args = {
         "x": x,
         "partial": torch.empty(2 * programs, dtype=torch.int32, device=x.device),

@@ -56,7 +56,7 @@ def transpose(data: Tensor, out: Tensor) -> None:
 
 def _transpose(data: Tensor, out: Tensor, config: Config | None = None) -> Launch:
     m, k = data.shape
-    words = m % 4 == 0 and out.storage_offset() % 4 == 0
+    words = m % 4 == out.data_ptr() % 4 == out.storage_offset() % 4 == 0
     config = config or CONFIGS["words" if words else "bytes"]
     args = {
         "data": data, "out": out.view(-1).view(torch.int32) if words else out, "M": m, "K": k,

@@ -191,6 +191,19 @@ def test_many_gates(shape: tuple[int, int]) -> None:
     check("geglu", shape, (BLOCKS, BLOCKS, None), sums=False)
 
 
+@pytest.mark.parametrize(("f", "fused"), [(1 << 24, True), (3 << 23, False)])
+def test_blocks_of_a_gradient_are_made_in_words_where_32_bits_span_its_tiles(
+    f: int, fused: bool
+) -> None:
+    """Of gated ones it is twice as wide as dy: 124 rows in words were more than 2**31 apart."""
+    h, dy = (
+        torch.empty(1, dtype=BF16, device="meta").as_strided((128, n), (n, 1)) for n in (2 * f, f)
+    )
+    cast = Cast("fp8_e4m3_1x128")
+    given = (activation("swiglu").gradient(), (h, dy), BF16, cast, cast, None)
+    assert activation_grad.fuses_backward(*given) == fused
+
+
 def test_interpreted() -> None:
     run_interpreted(__file__)
 

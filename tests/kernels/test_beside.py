@@ -174,7 +174,10 @@ def test_kernels_of_one_kind_are_one_on_a_device(monkeypatch: pytest.MonkeyPatch
     assert [d for d, _ in made] == [0, 0, 1]
 
 
-def test_two_that_do_not_assemble_together_run_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [PTXASError("internal error"), PermissionError("read-only")])
+def test_two_that_are_not_compiled_together_run_apart(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     cast = tensorwise._amax_launch(X)
     both = beside.beside(cast, cast)
     assert both is not None
@@ -183,7 +186,7 @@ def test_two_that_do_not_assemble_together_run_apart(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
 
     def fail(source: Any, **given: Any) -> Any:
-        raise PTXASError("ptxas: internal error")
+        raise error
 
     monkeypatch.setattr(triton, "compile", fail)
     assert beside.compiled(both) is None

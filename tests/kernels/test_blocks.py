@@ -28,7 +28,7 @@ from minifloat.formats import E5M2, FORMATS, Cast, Scale
 from minifloat.layout import parts
 
 pytest.importorskip("triton")
-from minifloat.kernels import blocks  # noqa: E402
+from minifloat.kernels import blocks, fp4, fp4_amax  # noqa: E402
 
 BLOCKS = [f.name for f in FORMATS.values() if f.tile is not None and not f.two_level]
 E4M3_BLOCKS = [n for n in BLOCKS if FORMATS[n].element is not E5M2]
@@ -206,6 +206,23 @@ def test_words_are_of_tiles_that_32_bits_span(
     code, one = (torch.empty(1, dtype=t, device="meta") for t in (torch.uint8, torch.float32))
     launch = blocks._f32(x, Cast("fp8_e4m3_128x128"), code, one, None, None)
     assert (launch.fn is blocks.words_kernel) == words
+
+
+@pytest.mark.parametrize(("start", "words"), [(0, True), (1, False), (2, True)])
+def test_words_begin_where_memory_does_not(start: int, words: bool) -> None:
+    """Memory of others is told by its address alone: its offset is that of a storage of its own."""
+    memory = torch.empty(128 * 256 + 2, dtype=torch.bfloat16)[start : start + 128 * 256]
+    x = torch.from_dlpack(memory).view(128, 256)
+    assert x.storage_offset() == 0
+    code, one = (torch.empty(1, dtype=t) for t in (torch.uint8, torch.float32))
+    launch = blocks._f32(x, Cast("fp8_e4m3_128x128"), code, one, None, None)
+    assert (launch.fn is blocks.words_kernel) == words
+    launch = blocks._e8m0(x, Cast(EMULATED[0]), code, one, code, one)
+    assert (launch.fn is blocks.e8m0_words_kernel) == words
+    launch = fp4._launch(x, Cast("nvfp4"), None, {})
+    assert launch.args["WORDS"] == words
+    launch = fp4_amax._partial(x, plain=True, signs=-1)
+    assert launch.args["WORDS"] == words
 
 
 if __name__ == "__main__":

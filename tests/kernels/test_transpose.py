@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from _cases import DEVICE, SHAPES, SMALL, assert_exact, buffer, on_device, run_interpreted
@@ -33,6 +35,17 @@ def test_transpose(shape: tuple[int, int]) -> None:
 def test_empty() -> None:
     empty = torch.empty(0, 5, dtype=torch.uint8, device=DEVICE)
     transpose(empty, empty.t().contiguous())
+
+
+@pytest.mark.parametrize(("start", "words"), [(0, True), (1, False), (2, False), (4, True)])
+def test_words_begin_where_memory_does_not(start: int, words: bool) -> None:
+    """Memory of others is told by its address alone: its offset is that of a storage of its own."""
+    module = importlib.import_module("minifloat.kernels.transpose")
+    memory = torch.empty(8 * 12 + 4, dtype=torch.uint8)[start : start + 8 * 12]
+    out = torch.from_dlpack(memory).view(12, 8)
+    assert out.storage_offset() == 0
+    fn = module._transpose(torch.empty(8, 12, dtype=torch.uint8), out).fn
+    assert (fn is module.words_kernel) == words
 
 
 def test_interpreted() -> None:
