@@ -222,7 +222,11 @@ def __getattr__(name: str) -> Any:
             found = module if name == home else getattr(module, name)
             globals()[name] = found
             return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    told = ""
+    if not name.startswith("_") and name != "absent":  # which is asked while it is imported
+        absent = importlib.import_module(f"{__name__}.absent").ABSENT
+        told = f": {absent[name]} (docs/migration.md)" if name in absent else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{told}")
 
 
 def __dir__() -> list[str]:

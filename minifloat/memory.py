@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from .experts import Experts
 from .inputs import INPUT_DTYPES
 from .modules import LayerNormLinear, LayerNormMLP, Linear
-from .modules.grouped_linear import GroupedLinear
 from .modules.projection import Projection
+from .ops.basic.linear import BasicLinear
 from .recipe import Recipe, get_default_recipe
 from .recipe.autocast import autocast
 from .recipe.base import check_recipe
@@ -26,7 +27,7 @@ from .tensors import GroupedTensorStorage, QuantizedTensorStorage
 
 __all__ = ["LayerMemory", "MemoryReport", "kept_per_token", "memory_report"]
 
-OURS = (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear)
+OURS = (Linear, LayerNormLinear, LayerNormMLP, Experts, BasicLinear)
 _QUANTIZED = (QuantizedTensorStorage, GroupedTensorStorage)
 
 
@@ -123,7 +124,7 @@ def memory_report(
     for name, module in found:
         used: Recipe | None = default
         if isinstance(module, OURS):
-            used = module.recipe or default
+            used = getattr(module, "recipe", None) or default  # an operation has none of its own
         elif converted or type(module) is not nn.Linear or module.weight.dtype not in INPUT_DTYPES:
             used = None
         before, after = _parameter_bytes(module)
@@ -151,7 +152,7 @@ def kept_per_token(module: Any, recipe: Recipe | None, tokens: int) -> float:
         if type(twin) is nn.Linear and recipe is not None:
             Linear.adopt(twin)
             twin.__dict__["_advise"] = lambda *args: None
-        given = _splits(twin)
+        given = _splits(twin, tokens)
         own = {id(t.untyped_storage()) for t in _tensors(twin)}
         weight = next(iter(twin.parameters()))
         features = getattr(twin, "in_features", None) or twin.hidden_size
@@ -196,9 +197,10 @@ def _twin(module: nn.Module, mode: FakeTensorMode) -> Any:
     return twin
 
 
-def _splits(twin: Any) -> tuple[Any, ...]:
-    """What a layer takes besides its input: of experts, rows of each, which decide no size."""
-    if not isinstance(twin, GroupedLinear):
+def _splits(twin: Any, tokens: int) -> tuple[Any, ...]:
+    """What a layer takes besides its input: of experts, rows of each, which decide no size, and
+    what an operation scales their biases by."""
+    if not isinstance(twin, Experts):
         return ()
     weights = twin._weights()
     if len(weights) > 1 and not isinstance(weights[0], _QUANTIZED):
@@ -208,7 +210,9 @@ def _splits(twin: Any) -> tuple[Any, ...]:
         twin.single_grouped_weight = True
     sizes = torch.empty(twin.num_gemms, dtype=torch.int64, device=weights[0].device)
     twin.__dict__["_sizes"] = lambda *args: sizes
-    return (sizes,)
+    if getattr(twin, "num_extra_inputs", 1) == 1:
+        return (sizes,)
+    return sizes, torch.empty(tokens, dtype=weights[0].dtype, device=weights[0].device)
 
 
 def _fake_buffer(b: Tensor, mode: FakeTensorMode) -> Tensor:

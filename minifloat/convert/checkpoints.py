@@ -35,6 +35,10 @@ _STORAGES = {
 }  # fmt: skip
 
 
+class _Refused(pickle.UnpicklingError):
+    """A pickle that is whole, and holds what is not read."""
+
+
 class _Inert:
     """Stands for an object of a class that is not here; it takes any state and does nothing."""
 
@@ -51,7 +55,7 @@ class _Inert:
 def _member(owner: Any, name: str) -> _Inert:
     """What Python 3.11 pickles an enum's member as: `getattr(class, name)`."""
     if owner is not _Inert:
-        raise pickle.UnpicklingError("builtins.getattr: of anything but a recipe's enum: refused")
+        raise _Refused("builtins.getattr: of anything but a recipe's enum: refused")
     return _Inert()
 
 
@@ -89,7 +93,7 @@ class _Unpickler(pickle.Unpickler):
             return found
         if module == _RECIPES or module.startswith(f"{_RECIPES}."):
             return _Inert
-        raise pickle.UnpicklingError(
+        raise _Refused(
             f"{module}.{name}: refused; a checkpoint may hold tensors, numbers, strings and "
             "containers of them, and Transformer Engine's recipes"
         )
@@ -218,17 +222,36 @@ def convert_checkpoint(source: str | Path, target: str | Path) -> int:
     A file of `torch.save` or of safetensors. `target` appears whole or not at all.
     """
     source, target = Path(source), Path(target)
+    if source.is_dir():
+        raise ValueError("it is a folder; a file of torch.save or safetensors is needed")
     if _is_safetensors(source):
         tensors, metadata = _read_safetensors(source)
         made, count = convert_state_dict(tensors)
         _replace(target, lambda path: _write_safetensors(path, made, metadata))
         return count
-    made, count = convert_state_dict(_torch_load(source))
+    if target.suffix == ".safetensors":
+        raise ValueError(
+            f"cannot be written to {target}: it is a file of torch.save, and is written as one; "
+            "give it a name that says so"
+        )
+    made, count = convert_state_dict(_read_torch(source))
     _replace(target, lambda path: torch.save(made, path))
     return count
 
 
+def _read_torch(source: Path) -> Any:
+    try:
+        return _torch_load(source)
+    except (OSError, _Refused):
+        raise
+    except Exception as error:
+        raise ValueError(f"neither a file of torch.save nor of safetensors: {error}") from error
+
+
 def _replace(target: Path, write: Callable[[str], None]) -> None:
+    if target.is_dir() or not target.parent.is_dir():
+        what = "it is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+        raise ValueError(f"cannot be written to {target}: {what}")
     handle, path = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
     try:

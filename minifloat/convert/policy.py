@@ -7,16 +7,20 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..inputs import INPUT_DTYPES
 from ..modules import LayerNormLinear, LayerNormMLP, Linear
+from ..modules.grouped_linear import GroupedLinear
 from ..recipe import Recipe
 from ..tensors import QuantizedTensorStorage
 
-__all__ = ["OURS", "Choice", "Filter", "Patterns", "choose"]
+__all__ = ["OURS", "Choice", "Filter", "Patterns", "choose", "left"]
 
 Filter = Callable[[str, nn.Module], bool]
-OURS = (Linear, LayerNormLinear, LayerNormMLP)
+OURS = (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear)
+# What has matrices, too, and does not multiply by them as a linear layer does.
+_OTHERS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
 
 
 class Choice(NamedTuple):
@@ -76,6 +80,30 @@ def choose(
     return chosen
 
 
+def left(model: nn.Module) -> dict[str, str]:
+    """Modules inside lists of blocks that hold matrices and are no linear layers, and their class:
+    `Conv1D` of GPT-2, experts in one parameter. What they multiply has no recipe."""
+    found: dict[str, str] = {}
+    inside: tuple[str, ...] = ()
+    linear: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, (nn.Linear, *OURS)):
+            linear += (prefix,)  # its parametrizations, and operations of ours, are its own
+        elif isinstance(module, nn.ModuleList | nn.Sequential):
+            inside += (prefix,)
+        elif name.startswith(inside) and not name.startswith(linear) and _multiplies(module):
+            found[name] = type(module).__name__
+    return found
+
+
+def _multiplies(module: nn.Module) -> bool:
+    if isinstance(module, _OTHERS):
+        return False
+    shapes = [p.shape for p in module.parameters(recurse=False) if not is_lazy(p)]
+    return any(sum(n > 1 for n in shape) > 1 for shape in shapes)
+
+
 def _unfit(module: Any) -> str:
     """Why a layer cannot be converted, whatever anybody wants; "" if it can."""
     if isinstance(module, OURS):
@@ -106,7 +134,8 @@ def _ends(model: nn.Module, layers: list[tuple[str, Any]]) -> dict[str, str]:
     }
     stacks = tuple(f"{name}." if name else "" for name, m in model.named_modules() if _is_stack(m))
     found = {}
-    for (name, _), which in zip(layers[:1] + layers[-1:], ("first", "last"), strict=False):
+    alone = [(name, m) for name, m in layers if not isinstance(m, GroupedLinear)]
+    for (name, _), which in zip(alone[:1] + alone[-1:], ("first", "last"), strict=False):
         if not name.startswith(stacks):
             found[name] = f"the {which} linear layer; skip_ends=False converts it"
     for name, module in layers:

@@ -11,6 +11,7 @@ import torch
 from .. import env
 from ..modules import LayerNormMLP
 from ..modules.advice import HOPPER, served, speed
+from ..modules.grouped_linear import GroupedLinear
 from ..recipe import Recipe
 from .fusion import Fusion
 from .policy import Choice
@@ -23,8 +24,8 @@ class ConvertedLayer:
     """One layer that trains by `recipe`.
 
     `backend` multiplies ("native", "cpu" or "emulated") and `why` says the reason for that. `speed`
-    is how many times as fast as bf16 it is at best, or None on a device whose roofline is not
-    known: the CPU, and every GPU but Hopper. `kept` are the bytes per token that backward needs,
+    is how many times as fast as bf16 it is at best, or None where no roofline is known: of experts,
+    and on the CPU and every GPU but Hopper. `kept` are the bytes per token that backward needs,
     (in high precision, by the recipe).
     """
 
@@ -44,8 +45,9 @@ class ConversionReport:
 
     `fused` are groups of layers that run as one, by the name of the MLP or of the norm, and
     `unfused` those that look like one and do not, and why. `unused` are patterns of `recipes` that
-    decided nothing, `warnings` what to look at. Speed and bytes are those of the layers by
-    themselves, before anything is fused.
+    decided nothing, `left` are modules that hold matrices and are no linear layers, with their
+    class, `warnings` what to look at. Speed and bytes are those of the layers by themselves, before
+    anything is fused.
     """
 
     converted: dict[str, ConvertedLayer]
@@ -56,6 +58,7 @@ class ConversionReport:
     device: str
     fused: dict[str, Fusion] = field(default_factory=dict)
     unfused: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
     _work: dict[str, int] = field(repr=False, default_factory=dict)  # multiplications per token
 
     @property
@@ -107,7 +110,7 @@ class ConversionReport:
             lines.append(f"  fused {n} {pattern}")
         for reason, names in _by_reason(self.unfused).items():
             lines.append(f"  not fused {_listed(names)}: {reason}")
-        if self.converted:
+        if self.converted and self._work:
             lines.append(f"  speed of the linear layers: {self._speed()}")
         if self.converted:
             before, after = self.kept
@@ -122,13 +125,15 @@ def make_report(
     tokens: int,
     fused: dict[str, Fusion],
     unfused: dict[str, str],
+    left: dict[str, str],
 ) -> ConversionReport:
     converted, skipped, work = {}, {}, {}
     kept: dict[Any, tuple[float, float]] = {}
     devices = []
     for choice in chosen:
         sizes = _sizes(choice.module)
-        work[choice.name] = sum(k * n for k, n in sizes)
+        if not isinstance(choice.module, GroupedLinear):
+            work[choice.name] = sum(k * n for k, n in sizes)
         device = next(choice.module.parameters()).device
         devices.append(device)
         if choice.recipe is None:
@@ -137,7 +142,7 @@ def make_report(
         converted[choice.name] = _layer(choice, sizes, device, tokens, kept)
     device = devices[0] if devices else torch.device("cpu")
     made = ConversionReport(
-        converted, skipped, unused, (), tokens, str(device), fused, unfused, work
+        converted, skipped, unused, (), tokens, str(device), fused, unfused, left, work
     )
     return replace(made, warnings=tuple(_warnings(made)))
 
@@ -159,6 +164,7 @@ def _layer(
     # A model on the meta device runs nowhere yet: its speed is that of the GPU whose roofline is
     # known. The CPU runs the arithmetic of a recipe, and not its speed.
     known = device.type == "meta" or env.capability(device) == HOPPER
+    known = known and not isinstance(module, GroupedLinear)
     time = sum(k * n / speed(plan, tokens, k, n) for k, n in sizes)
     parameters = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters())
     key = (type(module), parameters, plan, device, getattr(module, "checkpoint", None))
@@ -186,6 +192,8 @@ def _warnings(report: ConversionReport) -> list[str]:
     made = []
     if not report.converted:
         made.append("nothing was converted")
+    for kind, names in _by_reason(report.left).items():
+        made.append(f"no linear layers, left as they are: {_listed(names)}: {kind}")
     for pattern, why in report.unused.items():
         made.append(f"recipes[{pattern!r}] is not used: {why}")
     if report.slow:

@@ -10,9 +10,9 @@ from torch import nn
 from ..modules import Linear
 from ..recipe import Recipe, get_default_recipe
 from ..recipe.base import check_recipe
-from .policy import OURS, Filter, Patterns, choose
 
 if TYPE_CHECKING:
+    from .policy import Filter
     from .report import ConversionReport
 
 __all__ = ["convert"]
@@ -36,12 +36,13 @@ def convert(
     are others by name, `{"*.down_proj": recipe, "blocks.0.*": None}`: shell patterns, the first
     match wins, None leaves a layer as it is. `filter(name, module)` says which layers to convert;
     without one the first and the last are left out, as `skip_ends` says. Layers that are ours
-    already get their recipe. `fuse` names patterns of layers that are to run as one (True: all of
-    `gated_mlp`, `mlp`, `norm_mlp`, `norm_linear`); the parameters stay where they are. `tokens`, of
-    one forward, is what the report's speed is of.
+    already get their recipe, experts too. `fuse` names patterns of layers that are to run as one
+    (True: all of `gated_mlp`, `mlp`, `norm_mlp`, `norm_linear`); the parameters stay where they
+    are. `tokens`, of one forward, is what the report's speed is of.
     """
     # Not with the package, which everybody imports.
     from .fusion import asked, find
+    from .policy import OURS, Patterns, choose, left
     from .report import make_report
 
     if not isinstance(model, nn.Module):
@@ -74,7 +75,7 @@ def convert(
         if not isinstance(choice.module, OURS):
             Linear.adopt(choice.module, choice.name or None)
         choice.module.recipe = choice.recipe
-    report = make_report(chosen, patterns.unused(), tokens, fused, unfused)
+    report = make_report(chosen, patterns.unused(), tokens, fused, unfused, left(model))
     for fusion in fused.values():
         fusion.apply()
     return report

@@ -82,7 +82,7 @@ def _map(title: str, text: Callable[[OperandStatistics], str], grade: Grade, lay
                 cells.append("<td></td>")
                 continue
             known = grade(o) if o.quantized else None
-            shown = text(o) if o.quantized else "high"
+            shown = (text(o) if o.quantized else "high") + ("!" if o.nonfinite else "")
             r, g, b = color(known)
             dark = known is not None and known < 0.2
             cells.append(
@@ -94,7 +94,10 @@ def _map(title: str, text: Callable[[OperandStatistics], str], grade: Grade, lay
 
 
 def _told(o: OperandStatistics) -> str:
-    return f"{o.name} for {o.gemm}, {o.format}: amax {o.amax:.3g}, {_range(o)}, {o.casts} casts"
+    odd = f", {o.nonfinite} not finite" if o.nonfinite else ""
+    return (
+        f"{o.name} for {o.gemm}, {o.format}: amax {o.amax:.3g}, {_range(o)}, {o.casts} casts{odd}"
+    )
 
 
 def _range(o: OperandStatistics) -> str:
@@ -138,7 +141,8 @@ def page(layers: Layers) -> str:
             "<h1>minifloat inspect</h1>",
             '<p class="note">Each product reads two operands. Green is good, red is bad, grey is '
             "not known (a quantized parameter has no source to compare with) or in high precision; "
-            "an empty cell was not cast.</p>",
+            "an empty cell was not cast. A ! marks infinite or NaN elements, which are left "
+            "out.</p>",
             *(_map(*of, layers) for of in MAPS),
             _numbers(layers),
             "</body></html>\n",

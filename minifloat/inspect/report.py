@@ -106,11 +106,14 @@ class Report:
     # -------------------------------------------------------------------------------------- text
     def __str__(self) -> str:
         rows = [["layer", *OPERANDS]]
-        for name, layer in self.layers.items():
+        layers = self.layers
+        for name, layer in layers.items():
             cells = [_cell(layer.operands.get(operand)) for operand in OPERANDS]
             rows.append([name or "(model)", *cells])
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["SQNR in dB; - was not cast, ? has no source, = is in high precision"]
+        if any(o.nonfinite for layer in layers.values() for o in layer.operands.values()):
+            lines[0] += ", ! has infinite or NaN elements, which are left out"
         for row in rows:
             cells = [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
             lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
@@ -123,8 +126,9 @@ class Report:
 def _cell(o: OperandStatistics | None) -> str:
     if o is None:
         return "-"
+    odd = "!" if o.nonfinite else ""
     if not o.quantized:
-        return "="
+        return f"={odd}"
     if o.sqnr is None:
-        return "?"
-    return "exact" if o.sqnr == math.inf else f"{o.sqnr:.1f}"
+        return f"?{odd}"
+    return f"exact{odd}" if o.sqnr == math.inf else f"{o.sqnr:.1f}{odd}"

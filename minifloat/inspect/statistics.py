@@ -34,8 +34,8 @@ class OperandStatistics:
     `scale_min` and `scale_max` are the decode scales of elements that are not zero, `amax` the
     largest magnitude of the source. `nonfinite` elements of the source are in none of these.
 
-    None: it cannot be known. A quantized parameter or input has no source to compare with; high
-    precision has no scales.
+    None: it cannot be known. A quantized parameter or input has no source to compare with, nor has
+    one without finite elements; high precision has no scales.
     """
 
     operand: str
@@ -144,7 +144,7 @@ def operand_statistics(slot: int, row: list[float]) -> OperandStatistics | None:
     operand, copy = OPERANDS[slot].split(".")
     name = _NAMES[int(row[Number.FORMAT]) - 1]
     finite = row[Number.SOURCED] - row[Number.NONFINITE]
-    sourced = row[Number.SOURCED] > 0
+    sourced = finite > 0
     scaled = FORMATS[name].element is not None and row[Number.SCALE_MIN] != math.inf
     return OperandStatistics(
         operand,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..core.norm import Norm, NormCall
+from ..inputs import INPUT_DTYPES
 from ..parameters import check_eps, check_size
 from ..recipe.plan import Plan
 from .projection import ModeError
@@ -26,6 +27,7 @@ class Normed(nn.Module):
     zero_centered_gamma: bool
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
+    _where: Any  # how messages call the module
 
     def _make_norm(
         self,
@@ -84,6 +86,11 @@ class Normed(nn.Module):
 
     def _norm_link(self, inp: Any, plan: Plan, lazy: bool) -> tuple[Any, NormCall]:
         """The norm in front of an operation that runs `plan`, fused with its cast if `lazy`."""
+        if inp.dtype not in INPUT_DTYPES:
+            raise TypeError(
+                f"{self._where()}: inp: got {inp.dtype}; statistics of norms are fp32: make the "
+                "layer and its input fp32, bf16 or fp16"
+            )
         call = NormCall(
             self.eps,
             self.normalization == "RMSNorm",

@@ -357,19 +357,19 @@ class Projection(CachesWeight):
                 f"{self._where()}: inp: it is on {inp.device}, the parameters on {weight.device}; "
                 "move one of them"
             )
-        if not inp.is_meta and torch.is_autocast_enabled(inp.device.type):
-            return inp.to(torch.get_autocast_dtype(inp.device.type))
-        if inp.dtype != weight.dtype:
+        mixed = not inp.is_meta and torch.is_autocast_enabled(inp.device.type)
+        if inp.dtype != weight.dtype and not mixed:
             raise TypeError(
                 f"{self._where()}: inp: got {inp.dtype}, the parameters {weight.dtype}; convert "
                 "one of them, or run under torch.autocast"
             )
-        if inp.dtype not in INPUT_DTYPES and self._in_force() is not None:
+        if weight.dtype not in INPUT_DTYPES and self._in_force() is not None:
+            what = f"the parameters are {weight.dtype}" if mixed else f"inp: got {inp.dtype}"
             raise TypeError(
-                f"{self._where()}: inp: got {inp.dtype}, which no recipe quantizes; make the layer "
+                f"{self._where()}: {what}, which no recipe quantizes; make the layer "
                 "and its input fp32, bf16 or fp16, or run it outside autocast"
             )
-        return inp
+        return inp.to(torch.get_autocast_dtype(inp.device.type)) if mixed else inp
 
     def _check_quantized(self, weight: Any, begun: Begun) -> Any:
         return quantized_weight(weight, begun.plan, self._where())

@@ -48,6 +48,51 @@ def by_autocast(model: Any, used: recipe.Recipe) -> Any:
     return made
 
 
+class Conv1D(nn.Module):
+    """As GPT-2's of transformers: no nn.Linear."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+
+def test_matrices_of_others_are_named() -> None:
+    """Nothing said that a model's experts, or all of GPT-2, trains in high precision."""
+    model = nn.Module()
+    model.stem = Conv1D(8)  # not in a block: an embedding, say
+    block = nn.ModuleDict({"c_attn": Conv1D(8), "norm": nn.LayerNorm((4, 4)), "up": Model()})
+    block["drawn"] = parametrizations.weight_norm(nn.Linear(8, 8))
+    block["mha"] = nn.MultiheadAttention(8, 2)
+    block["ops"] = minifloat.ops.Sequential(minifloat.ops.Linear(8, 8))
+    model.blocks = nn.ModuleList([block, nn.Conv2d(3, 3, 3)])
+    report = minifloat.convert(model, CURRENT)
+    assert report.left == {
+        "blocks.0.c_attn": "Conv1D",
+        "blocks.0.mha": "MultiheadAttention",
+        "blocks.0.ops.0.basic_ops.0": "BasicLinear",
+    }
+    assert "warning: no linear layers, left as they are: blocks.0.c_attn: Conv1D" in str(report)
+    assert minifloat.convert(Model(), CURRENT).left == {}
+
+
+@pytest.mark.parametrize("used", RECIPES.values(), ids=RECIPES)
+def test_experts_of_ours_get_their_recipe(used: recipe.Recipe) -> None:
+    """They were left without one, and the proof that says so said to convert."""
+    model = nn.ModuleList(
+        [minifloat.GroupedLinear(2, 32, 32, device="cpu"), nn.Linear(32, 32), nn.Linear(32, 32)]
+    )
+    report = minifloat.convert(model, used)
+    assert list(report.converted) == ["0"] and report.converted["0"].speed is None
+    assert list(report.skipped) == ["1", "2"]  # the first and the last
+
+    def step() -> None:
+        model[0](torch.randn(8, 32, requires_grad=True), [3, 5]).sum().backward()
+
+    assert minifloat.assert_quantized(model[0], step).total == 3
+    assert minifloat.convert(model, recipes={"0": None}, skip_ends=False).skipped.keys() == {"0"}
+
+
 # ------------------------------------------------------------------------------------- numerics
 @pytest.mark.parametrize("used", RECIPES.values(), ids=RECIPES)
 def test_it_trains_as_a_model_that_is_written_with_autocast(used: recipe.Recipe) -> None:

@@ -53,6 +53,28 @@ def test_it_is_what_a_forward_keeps(kind: str, used: recipe.Recipe) -> None:
 
 
 @pytest.mark.parametrize("used", RECIPES, ids=lambda r: r.__class__.__name__)
+def test_operations(used: recipe.Recipe) -> None:
+    """They were left out: a model of operations had no bytes at all."""
+    from minifloat import ops
+
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+    model = ops.Sequential(ops.LayerNorm(64, **options), ops.Linear(64, 128, **options))
+    (layer,) = minifloat.memory_report(model, used, tokens=TOKENS).layers
+    assert (layer.name, layer.kind) == ("1.basic_ops.0", "BasicLinear")
+    module = minifloat.Linear(64, 128, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    (same,) = minifloat.memory_report(module, used, tokens=TOKENS).layers
+    assert (layer.kept_before, layer.kept_after) == (same.kept_before, same.kept_after)
+    for scaled in (False, True):
+        experts = ops.Sequential(ops.GroupedLinear(4, 64, 128, scale_bias=scaled, **options))
+        (layer,) = minifloat.memory_report(experts, used, tokens=TOKENS).layers
+        sizes = torch.tensor([TOKENS, 0, 0, 0])
+        scales = (torch.ones(TOKENS, dtype=torch.bfloat16),) if scaled else ()
+        rest = (sizes, *scales)
+        assert layer.kept_before == pytest.approx(held(experts, None, 64, *rest), abs=0.5)
+        assert layer.kept_after == pytest.approx(held(experts, used, 64, *rest), abs=0.5)
+
+
+@pytest.mark.parametrize("used", RECIPES, ids=lambda r: r.__class__.__name__)
 @pytest.mark.parametrize("single", [False, True], ids=["apart", "single"])
 def test_experts(single: bool, used: recipe.Recipe) -> None:
     module = minifloat.GroupedLinear(

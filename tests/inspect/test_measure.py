@@ -128,6 +128,14 @@ def test_what_is_not_finite_is_counted_apart() -> None:
     assert (got.scale_min, got.scale_max) == (1.0, 1.0)
 
 
+def test_what_is_not_finite_at_all_is_not_known() -> None:
+    """It is not exact: there is nothing that the operand could be compared with."""
+    x = torch.full((2, 32), math.nan)
+    got = seen(operand(x, Cast("nvfp4"), False), x)
+    assert got.nonfinite == 64
+    assert (got.sqnr, got.underflow, got.saturation) == (None, None, None)
+
+
 def test_small_gradients_do_not_leave_the_sums() -> None:
     x = torch.randn(8, 32) * 1e-30  # squares of it are zero in fp32
     got = seen(operand(x, Cast("fp8_e5m2"), False), x)

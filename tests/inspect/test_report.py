@@ -55,6 +55,26 @@ def test_json_of_what_is_not_finite(tmp_path: Path) -> None:
     assert read["layers"][""]["operands"]["input.row"]["nonfinite"] == 1
 
 
+def test_tables_mark_what_is_not_finite(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(minifloat.Linear(64, 64, **BF16), minifloat.Linear(64, 64, **BF16))
+    x = batch()
+    current = minifloat.autocast(recipe=recipe.Float8CurrentScaling())
+    with minifloat.inspect(net) as report, current:
+        net(x)
+    assert "!" not in str(report)
+    with torch.no_grad():
+        net[0].weight[3] = math.nan
+    with minifloat.inspect(net) as report, current:
+        net(x)
+    head, _, first, second = str(report).splitlines()
+    assert head.endswith("! has infinite or NaN elements, which are left out")
+    assert [cell[-1] == "!" for cell in first.split()[1:3]] == [False, True]  # input, weight
+    assert [cell[-1] == "!" for cell in second.split()[1:3]] == [True, False]
+    report.to_html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "64 not finite" in text and "!</td>" in text
+
+
 class Page(HTMLParser):
     """Tags that are closed in order, cells with a background, and what is asked from elsewhere."""
 

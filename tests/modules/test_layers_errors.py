@@ -269,3 +269,15 @@ def test_a_quantized_input_is_worth_its_values(kind: str) -> None:
     x = minifloat.MXFP8Quantizer(minifloat.DType.kFloat8E4M3).quantize(torch.randn(4, 32))
     with minifloat.autocast(recipe=CURRENT):
         assert torch.equal(made(x), made(x.dequantize()))
+
+
+@both
+def test_a_dtype_without_statistics(kind: str) -> None:
+    """Named as every other bad input is, in high precision too; the message was that of a cast."""
+    made, x = layer(kind, params_dtype=torch.float64), torch.randn(4, 32, dtype=torch.float64)
+    with refused(TypeError, says(kind, "inp: got torch.float64", "fp32, bf16 or fp16"), made):
+        made(x)
+    with minifloat.autocast(recipe=CURRENT), torch.autocast("cpu", dtype=torch.bfloat16):
+        pattern = says(kind, "parameters are torch.float64, which no recipe quantizes")
+        with refused(TypeError, pattern, made):
+            made(x)

@@ -8,6 +8,7 @@ import enum
 import io
 import os
 import pickle
+import re
 import sys
 import types
 from collections import OrderedDict, namedtuple
@@ -626,6 +627,26 @@ def test_a_write_that_fails_leaves_the_target_alone(tmp_path: Any, monkeypatch: 
     assert main(["convert-checkpoint", str(source), str(target)]) == 1
     assert target.read_bytes() == b"before"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.pt", "out.pt"]
+
+
+def test_files_that_are_no_checkpoints(tmp_path: Any, capsys: Any) -> None:
+    """The messages were the unpickler's, and named IN and a temporary file for what OUT lacks."""
+    good, bad, cut = tmp_path / "good.pt", tmp_path / "bad.pt", tmp_path / "cut.pt"
+    torch.save({"a": torch.ones(1)}, good)
+    bad.write_bytes(b"")
+    cut.write_bytes(good.read_bytes()[:200])
+    out = tmp_path / "out.pt"
+    for source, target, said in (
+        (bad, out, "bad.pt: neither a file of torch.save nor of safetensors"),
+        (cut, out, "cut.pt: neither a file of torch.save nor of safetensors"),
+        (tmp_path, out, "is a folder; a file"),
+        (good, tmp_path, "cannot be written to .*: it is a folder"),
+        (good, tmp_path / "no" / "out.pt", "cannot be written to .*out.pt: there is no folder"),
+        (good, tmp_path / "out.safetensors", "out.safetensors: it is a file of torch.save"),
+    ):
+        assert main(["convert-checkpoint", str(source), str(target)]) == 1
+        assert re.search(said, capsys.readouterr().err), said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.pt", "cut.pt", "good.pt"]
 
 
 def test_a_missing_file(tmp_path: Any, capsys: Any) -> None:
