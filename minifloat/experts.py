@@ -21,6 +21,7 @@ from . import apart, library, ragged, rates
 from .autograd import later
 from .core import grouped
 from .core.linear import Call
+from .inputs import holds
 from .module import HIGH_PLAN, Module
 from .parameters import (
     add_gradient,
@@ -346,7 +347,7 @@ class Experts(Module):
                 return torch.tensor(found, dtype=torch.int64, device=device)
             host = torch.tensor(found, dtype=torch.int64, device="cpu")  # whatever the default is
             return _uploaded(host, device, name)
-        if given.dtype not in _INTEGERS or tuple(given.shape) != (num,):
+        if given.dtype not in _INTEGERS or given.dim() != 1 or not holds(given.shape[0] == num):
             raise ValueError(
                 f"{name}: got {given.dtype} of shape {tuple(given.shape)}; integers of shape "
                 f"({num},) are needed, one for each expert"

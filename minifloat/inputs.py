@@ -18,6 +18,7 @@ __all__ = [
     "check_usage",
     "check_whole",
     "draw_seed",
+    "holds",
 ]
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,6 +43,17 @@ def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tens
                 f"{name}: got a 0-d tensor; {cast.format_name} scales blocks of a tensor with at "
                 "least one dim: reshape it to (1,)"
             )
+
+
+def holds(condition: bool) -> bool:
+    """`condition`, of sizes. Where data decides it, which a graph does not know while it is traced,
+    True: the graph checks it as it runs."""
+    if not torch.compiler.is_compiling():
+        return condition
+    if not torch.fx.experimental.symbolic_shapes.guard_or_true(condition):
+        return False
+    torch._check(condition)  # type: ignore[no-untyped-call]
+    return True
 
 
 def check_whole(x: Tensor, name: str) -> None:

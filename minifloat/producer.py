@@ -172,11 +172,13 @@ def activation(
     return made.replace(**numbers)
 
 
-def norm(zero_centered: bool = False) -> Producer:
-    """The producer of LayerNorm's and RMSNorm's output."""
-    return Producer(Kind.NORM, zero_centered=bool(zero_centered))
-
-
 # As in `env`: asked while tracing, the answer is a constant of the graph.
 activation._dynamo_marked_constant = True  # type: ignore[attr-defined]
-norm._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+# A constant that is made while tracing is none to `torch.compiler.nested_compile_region`.
+_NORM, _CENTERED = Producer(Kind.NORM), Producer(Kind.NORM, zero_centered=True)
+
+
+def norm(zero_centered: bool = False) -> Producer:
+    """The producer of LayerNorm's and RMSNorm's output."""
+    return _CENTERED if zero_centered else _NORM

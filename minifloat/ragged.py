@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import casting, dispatch, env, library, reference
 from .formats import Cast, Scale, cdiv, find_format
-from .inputs import check_input, check_seed
+from .inputs import check_input, check_seed, holds
 from .layout import Part, parts, shares_scale
 from .library import op as _op
 from .library import traced as _traced
@@ -111,7 +111,9 @@ def room(shape: Sequence[int], num: int, ragged: bool, *casts: Cast | None) -> l
 def integers(given: Any, name: str) -> list[int]:
     """`given`, a sequence of integers or a tensor of them, as a list; the host waits for it."""
     try:
-        return [operator.index(n) for n in (given.tolist() if isinstance(given, Tensor) else given)]
+        found = given.tolist() if isinstance(given, Tensor) else given
+        # The index of a number that a graph computes would be a constant.
+        return [n if type(n) is int else operator.index(n) for n in found]
     except TypeError as error:
         raise TypeError(
             f"{name}: got {given!r}; a sequence of integers, or a tensor of them, is needed"
@@ -122,9 +124,9 @@ def check_sizes(sizes: Sequence[int], num: int, rows: int, name: str = "first_di
     """Raise for sizes that are not those of `num` members with `rows` rows together."""
     if len(sizes) != num:
         raise ValueError(f"{name}: got {len(sizes)} sizes; there are {num} members")
-    if any(s < 0 for s in sizes):
+    if sizes and not holds(min(sizes) >= 0):
         raise ValueError(f"{name}: got {list(sizes)}; a member cannot have a negative size")
-    if sum(sizes) != rows:
+    if not holds(sum(sizes) == rows):
         raise ValueError(
             f"{name}: got {list(sizes)}, {sum(sizes)} rows together; the matrix has {rows}: the "
             "sizes must add up to its rows"

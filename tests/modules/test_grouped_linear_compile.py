@@ -117,3 +117,60 @@ def test_a_workspace_for_a_compiled_checkpoint() -> None:
         step(one, lambda owner, *args, **kwargs: owner(*args, **kwargs), True)
     for first in (True, False):
         compare(step(layer, mf.checkpoint, first), step(other, compiled, first))
+
+
+def _bincount(x: torch.Tensor) -> Any:
+    return torch.bincount((x.detach()[:, 0] > 0).long(), minlength=4)  # maybe more, to a graph
+
+
+def _parts(x: torch.Tensor) -> Any:
+    n = x.shape[0]
+    return [n // 2, 0, 1, n - n // 2 - 1]
+
+
+def _read(x: torch.Tensor) -> Any:
+    n = int((x.detach()[:, 0] > 0).sum().item())
+    return [n, 0, 0, x.shape[0] - n]
+
+
+@pytest.mark.parametrize("sizes", [_bincount, _parts, _read])
+def test_sizes_that_a_graph_computes(sizes: Any) -> None:
+    """Neither how many counts there are nor numbers in a list are constants of the graph."""
+    torch._dynamo.reset()
+    layer = make(Case("sizes", module=SINGLE), RECIPES["current"]())
+    other = duplicate(layer)
+    counter = Counter()
+    compiled = torch.compile(
+        lambda x: other(x, sizes(x)), backend=counter, fullgraph=True, dynamic=True
+    )
+    graphs = []
+    settings: Any = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(settings):
+        for rows in (21, 30, 7):
+            x = torch.randn(rows, 48)
+            found = []
+            for one, call in ((layer, lambda x: layer(x, sizes(x))), (other, compiled)):
+                y = x.clone().requires_grad_()
+                with mf.autocast(recipe=RECIPES["current"]()):
+                    z = call(y)
+                z.sum().backward()
+                found += [[z, y.grad, one.weight.grad, one.bias.grad]]
+            compare(*found)
+            graphs.append(counter.graphs)
+        # PyTorch starts over, once, to make constants of floats.
+        assert graphs[0] <= 2 and graphs[2] == graphs[0]
+
+
+def test_wrong_sizes_that_a_graph_computes_are_refused() -> None:
+    torch._dynamo.reset()
+    layer = make(Case("sizes", module=SINGLE), RECIPES["current"]())
+
+    def call(x: torch.Tensor) -> Any:
+        return layer(x, [int(x.detach()[0, 0].item()), 0, 0, 5])
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(call, backend=Counter(), fullgraph=True)
+        compiled(torch.full((7, 48), 2.0))
+        for wrong in (3.0, -2.0):
+            with pytest.raises((RuntimeError, ValueError)):
+                compiled(torch.full((7, 48), wrong))

@@ -178,6 +178,26 @@ def test_layers_of_one_shape_share_their_graphs(kind: str, name: str) -> None:
     assert counter.graphs <= 2
 
 
+@torch.compiler.nested_compile_region
+def _region(layer: Any, x: Tensor) -> Any:
+    return layer(x)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="regions with operators of opaque values")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_region_that_is_compiled_once(kind: str) -> None:
+    torch._dynamo.reset()
+    layer = getattr(minifloat, kind)(48, 64 if "MLP" in kind else 48)
+    other, counter = copy.deepcopy(layer), Counter()
+    compiled = torch.compile(
+        lambda x: _region(other, _region(other, x)), backend=counter, fullgraph=True
+    )
+    x, recipe = torch.randn(6, 48), RECIPES["current"]()
+    expected = step(layer, lambda x: layer(layer(x)), x, recipe, 0)
+    compare(expected, step(other, compiled, x, recipe, 0))
+    assert counter.graphs == 1
+
+
 # -------------------------------------------------------------------------------------- later wgrad
 @pytest.mark.parametrize("kind", KINDS)
 def test_delayed_wgrad_is_refused_by_name(kind: str) -> None:
