@@ -65,8 +65,11 @@ class Wrapper:
         return Tensor.detach(self)
 
     def _written(self: Any) -> None:
-        """Count new values of this tensor, too: it may be what a backward has saved."""
-        super()._written()  # type: ignore[misc]
+        """Count new values of this tensor, too: it may be what a backward has saved. So may the one
+        that it is a view of, with whose buffers those of a view, made in an operator, count not."""
+        for t in (self, self._base):
+            if isinstance(t, Wrapper):
+                super(Wrapper, t)._written()  # type: ignore[misc]
         if not (self.is_inference() or torch.compiler.is_compiling()):
             torch.autograd.graph.increment_version(self)
 

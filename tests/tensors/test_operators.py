@@ -179,7 +179,7 @@ def test_what_is_written_to_a_group_is_counted(way: str) -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("way", ["mul_", "copy_", "zero_", "list", "alike", "member"])
+@pytest.mark.parametrize("way", ["mul_", "copy_", "zero_", "list", "alike", "member", "view"])
 @pytest.mark.parametrize("kind", ["mxfp8", "hybrid", "group"])
 def test_what_operators_write_is_counted_in_the_buffers(kind: str, way: str) -> None:
     """Which is what graphs save, and layers of experts."""
@@ -198,6 +198,8 @@ def test_what_operators_write_is_counted_in_the_buffers(kind: str, way: str) -> 
             torch._foreach_mul_([t], 2.0)
         elif way == "alike":
             t.copy_(t.clone())
+        elif way == "view":
+            (t.unbind(0)[1] if group else t.view(2, 32, 48)).mul_(2.0)
         elif group:
             t.split_into_quantized_tensors()[1].copy_(new[1])
         else:
