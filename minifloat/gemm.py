@@ -27,7 +27,7 @@ def gemm(  # noqa: PLR0913  (what a product takes along)
     *,
     bias: Tensor | None = None,
     fast: bool = False,
-    alpha: float = 1.0,
+    alpha: float | None = None,
     add: Tensor | None = None,
     in_place: bool = False,
     out: Tensor | None = None,
@@ -42,8 +42,11 @@ def gemm(  # noqa: PLR0913  (what a product takes along)
     compiler decides on memory. A product of values of `out_dtype` takes alpha and `add` on its way:
     all of it is rounded once. Any other is made first, rounded to `out_dtype` (or, emulated, before
     it is scaled), and `add` joins in one more pass. alpha joins the scale of a whole operand where
-    there is one, else that pass.
+    there is one, else that pass; None is 1.
     """
+    # No default of the function: `torch.compile(dynamic=True)` makes an input of the graph of a
+    # float that it finds there, and PyTorch cannot hand that to the second layer of a graph.
+    alpha = 1.0 if alpha is None else alpha
     if out is not None:
         y = gemm(a, b, out.dtype, bias=bias, fast=fast, alpha=1.0 if accumulate else alpha)
         return out.add_(y, alpha=alpha) if accumulate else out.copy_(y)

@@ -92,7 +92,7 @@ class Call(NamedTuple):
     after: Tensor | None = None  # what a graph must have before it runs forward (again)
     counts: Tensor | None = None  # how often each product ran, and in what: see `tally`
     probe: Any = None  # a `probe.Probe`: looks at operands, or has them in high precision
-    alpha: float = 1.0
+    alpha: float | None = None  # 1; a float would be an input of a graph: see `gemm`
     add: Tensor | None = None
     in_place: bool = False
     hands: tuple[bool, bool] = (False, False)
@@ -208,7 +208,7 @@ def wgrad(g_col: Any, x_col: Any, call: Call, **by: Any) -> Tensor | None:
     if call.defer is not None:
         call.defer(g_col, x_col, call._replace(defer=None, dummy=None))
         return None
-    if call.alpha != 1.0:
+    if call.alpha is not None:
         by["alpha"] = call.alpha
     out = call.main_grad
     if out is None:
@@ -258,7 +258,7 @@ def stand_in(shape: Any, call: Call, device: torch.device) -> Tensor | None:
 
 def _joins(call: Call) -> bool:
     """Whether anything becomes part of the product that a call returns."""
-    return call.add is not None or call.alpha != 1.0
+    return call.add is not None or call.alpha is not None
 
 
 def _joining(call: Call) -> dict[str, Any]:

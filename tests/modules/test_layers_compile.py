@@ -111,6 +111,25 @@ def test_dynamic_from_the_start(name: str) -> None:
     assert graphs[0] <= 2 and graphs[2] == graphs[0]
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_dynamic_layers_of_one_graph(name: str) -> None:
+    """A default that is a float, which a layer shares with the next one, was an input that PyTorch
+    cannot hand to the second."""
+    torch._dynamo.reset()
+    recipe, counter = RECIPES[name](), Counter()
+    net = torch.nn.Sequential(*[minifloat.Linear(32, 32, device="cpu") for _ in range(2)])
+    other = copy.deepcopy(net)
+    compiled = torch.compile(other, backend=counter, fullgraph=True, dynamic=True)
+    x = torch.randn(7, 32)
+    for of, run in ((net, net), (other, compiled)):
+        torch.manual_seed(1)
+        with minifloat.autocast(recipe=recipe):
+            run(x).square().sum().backward()
+        assert all(p.grad is not None for p in of.parameters())
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+
+
 # ------------------------------------------------------------------------------- several in a graph
 class Block(torch.nn.Module):
     """Two layers with a recipe each, a third with neither."""
