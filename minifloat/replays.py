@@ -23,7 +23,7 @@ from .programs import walk
 from .recorder import Recorder
 from .writer import Program
 
-__all__ = ["Note", "backward", "forward"]
+__all__ = ["Note", "backward", "forward", "outdate"]
 
 
 class Recorded:
@@ -43,6 +43,17 @@ class Note(NamedTuple):
     note: Any
     recorded: Recorded | None = None
     held: tuple[Tensor, ...] = ()
+    date: int = 0  # of the tensors of its data: see `outdate`
+
+
+_date = 0
+
+
+def outdate() -> None:
+    """Tensors that data of calls name have been replaced: backwards that are still to come find
+    out which, where programs would go by the old ones."""
+    global _date  # noqa: PLW0603
+    _date += 1
 
 
 # By kind. None: it was seen once; a string: why it is not replayable.
@@ -63,7 +74,7 @@ def forward(work: Any, data: Any, tensors: tuple[Any, ...]) -> tuple[Any, list[A
         if program.fits(inputs):
             made = program.run(inputs)
             out = made[0] if count < 0 else tuple(made[:count])
-            return out, made[abs(count) :], Note(recorded.note, recorded, held)
+            return out, made[abs(count) :], Note(recorded.note, recorded, held, _date)
     elif recorded is None and programs.may_record(tensors[0].device):
         return _record(work, data, tensors, of, held, inputs)
     outputs, saved, note = work.forward(data, tensors)
@@ -85,17 +96,18 @@ def _record(
         return outputs, saved, Note(note)
     recorded = Recorded(program, len(flat) if isinstance(outputs, tuple) else -1, note, device)
     _KINDS[of] = recorded
-    return outputs, saved, Note(note, recorded, held)
+    return outputs, saved, Note(note, recorded, held, _date)
 
 
 def backward(
     work: Any, data: Any, note: Note, saved: list[Any], grads: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """`work.backward(data, note, saved, grads)`; `saved` is emptied."""
-    own, recorded, held = note
+    own, recorded, held, date = note
     key: list[Any] = []
     found: list[Any] = []
-    if recorded is None or _len_torch_dispatch_stack() > 0:  # somebody wants to see operators
+    # Where tensors were replaced, or somebody wants to see operators.
+    if recorded is None or date != _date or _len_torch_dispatch_stack() > 0:
         return work.backward(data, own, saved, grads)  # type: ignore[no-any-return]
     index = recorded.index
     if not env.is_current(index):

@@ -117,6 +117,25 @@ def test_a_retained_graph_is_replayed_again() -> None:
     torch.testing.assert_close(module.weight.grad, 2 * grad.T @ x)
 
 
+def test_a_backward_of_tensors_that_were_replaced_since_is_not_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from minifloat.core import linear
+
+    module = minifloat.Linear(16, 32, bias=False, device="cpu")
+    x, grad = torch.randn(4, 16), torch.randn(4, 32)
+    for _ in range(3):
+        step(module, x, grad)
+    ran: list[Any] = []
+    monkeypatch.setattr(linear, "finish", ran.append)
+    y = module(x.requires_grad_())
+    module.delayed.fit(5)
+    y.backward(grad)
+    assert len(ran) == 1
+    step(module, x, grad)
+    assert len(ran) == 1
+
+
 def test_main_grad_is_added_to_where_it_is_now() -> None:
     module = minifloat.Linear(16, 32, bias=False, device="cpu", fuse_wgrad_accumulation=True)
     x, grad = torch.randn(4, 16), torch.randn(4, 32)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import collectives, library, programs, reference, scalars
+from .. import collectives, library, programs, reference, replays, scalars
 from ..quantizers import Float8Quantizer
 from .plan import DelayedUpdate, Plan
 
@@ -51,6 +51,7 @@ class _Live(tuple[Any, ...]):
 
 class _Backward(Slots):
     told: programs.Told | None = None
+    home: dict[str, Any] | None = None  # the buffers that these were: of those of now, see `_now`
 
 
 class _Forward(Slots):
@@ -130,7 +131,7 @@ class DelayedState(nn.Module):
         x, w, g = plan.delayed[0], plan.delayed[1], plan.delayed[3]
         of = zip(("input", "weight", "grad_output"), (x, w, g), strict=True)
         live = _told(_Live([self.live(slot) if delayed else None for slot, delayed in of]), at)
-        backward = _told(_Backward(*self.backward_slots(plan.backward_limits)), at)
+        backward = _told(self.backward_slots(plan.backward_limits), at)
         forward = _Forward(*self.forward_slots(plan.forward_limits))
         step = _plain(forward, plan.update)
         forward.step = None if step is None else _told(_Step(*step), at)
@@ -151,10 +152,18 @@ class DelayedState(nn.Module):
         with torch.inference_mode(False):  # the buffers outlive an evaluation
             for name in ("history_forward", "history_backward"):
                 history = getattr(self, name)
-                if history.shape[0] != length:
+                if self.used and history.shape[0] > length:
+                    # In its memory, to which a graph's backward may be still to come.
+                    self._replace(name, history[:length].data)
+                elif history.shape[0] != length:
                     kept = history[:length]
                     more = history.new_zeros(length - kept.shape[0], history.shape[1])
-                    setattr(self, name, torch.cat((kept, more)))
+                    self._replace(name, torch.cat((kept, more)))
+
+    def _replace(self, name: str, value: Tensor) -> None:
+        """Another tensor for a buffer. A backward that is still to come has the old one."""
+        setattr(self, name, value)
+        replays.outdate()  # its program would write there
 
     def quantizer(self, slot: str, plan: Any) -> Float8Quantizer:
         """A quantizer that scales by this slot's history."""
@@ -185,7 +194,12 @@ class DelayedState(nn.Module):
         return self._slots(self._buffers["history_forward"], _FORWARD, limits)
 
     def backward_slots(self, limits: tuple[float, ...]) -> Slots:
-        return self._slots(self._buffers["history_backward"], _BACKWARD, limits)
+        slots = self._slots(self._buffers["history_backward"], _BACKWARD, limits)
+        if torch.compiler.is_compiling():  # a graph has its tensors
+            return slots
+        made = _Backward(*slots)
+        made.home = self._buffers
+        return made
 
     def _slots(self, history: Any, names: Names, limits: tuple[float, ...]) -> Slots:
         held: Any = self._buffers  # less of the host's time than attributes
@@ -239,10 +253,10 @@ class DelayedState(nn.Module):
                 # What is converted is a copy: in the buffer that a quantized weight may go by.
                 fits = value.shape == held.shape and value.device == held.device
                 if assign and not (fits and value.dtype != torch.float32):
-                    setattr(self, name, value.to(torch.float32))
+                    self._replace(name, value.to(torch.float32))
                 elif value.shape != held.shape:
                     with torch.inference_mode(False):
-                        setattr(self, name, value.to(held, copy=True))
+                        self._replace(name, value.to(held, copy=True))
                 else:
                     held.copy_(value)
         self.used = True
@@ -250,6 +264,7 @@ class DelayedState(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        replays.outdate()  # as in `_replace`
         for name, buffer in self.named_buffers():
             if buffer.dtype != torch.float32:  # module.bfloat16() means the parameters
                 setattr(self, name, before[name].to(buffer.device))
@@ -274,6 +289,8 @@ def update(slots: Slots, rule: DelayedUpdate, group: str | None) -> None:
 
     A slot whose amax is zero recorded nothing: it keeps its history and its scale.
     """
+    if isinstance(slots, _Backward):
+        slots = _now(slots)
     shared = _shared(rule, group, _world())
     step = _plain(slots, rule)
     if shared is None and step is not None and scalars.advance([step]):
@@ -332,6 +349,25 @@ def _told(made: Any, device: int) -> Any:
     """A tuple that many calls are given, with what it tells; None where no program could be."""
     made.told = programs.tell(made, device)
     return made
+
+
+def _now(slots: _Backward) -> Slots:
+    """The slots of backward in the buffers of now: since forward there may have been a history of
+    another length, or a checkpoint. What this backward recorded goes along."""
+    home = slots.home
+    if home is None:
+        return slots
+    names = ("history_backward", *_BACKWARD[0], *_BACKWARD[1])
+    held = (slots.history, *slots.scales, *slots.amaxes)
+    if all(map(is_, held, map(home.__getitem__, names))):
+        return slots
+    scales, amaxes = (tuple([home[n] for n in of]) for of in _BACKWARD)
+    with torch.no_grad():
+        for old, amax in zip(slots.amaxes, amaxes, strict=True):
+            if old is not amax:
+                _write(amax, torch.maximum(amax, old.to(amax.device)))
+                _write(old, torch.zeros_like(old))
+    return Slots(home["history_backward"], scales, amaxes, slots.limits)
 
 
 def _within(slots: Slots, rule: DelayedUpdate) -> Slots:
