@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.activation import ActivatedCall, ActivatedLinear, Activation, ActivationCall, fusable
-from ..core.linear import Call
+from ..core.linear import Call, Linear
 from ..core.link import Tap
 from ..core.recompute import Recomputed, RecomputedCall, RecomputedPair
 from ..module import Module
@@ -368,13 +368,13 @@ class LayerNormMLP(Module, Normed):
     ) -> None:
         """Record what the two layers would quantize, for a recipe that scales by history."""
         weight1, b1, weight2 = params
+        op, call = norm
+        silent = call1._replace(needs=(False,) * 3, counts=None, probe=None)
+        links = (op, call._replace(lazy=False)), (Tap, None), (Linear, silent)
+        first = (self.layer_norm_weight, self.layer_norm_bias, weight1, b1)
         with torch.no_grad():
-            x = inp.reshape(-1, inp.shape[-1])
-            op, call = norm
-            y, _ = op.compute(
-                x, (self.layer_norm_weight, self.layer_norm_bias), call._replace(lazy=False)
-            )
-            h = torch.nn.functional.linear(y, weight1, b1)
+            h, y = run(links, inp, first, False)
+            h = h.reshape(-1, h.shape[-1])
             act, _ = Activation.compute(h, (), ActivationCall(self._act, inp.dtype))
             self.fc1._calibrate(y, weight1, begun[0])
             self.fc2._calibrate(act.value(), weight2, begun[1])

@@ -162,6 +162,24 @@ def test_calibration_records_what_a_delayed_forward_would(kind: str) -> None:
         assert all(held.live(slot)[1] > 0 for held in delayed_of(made))
 
 
+def test_calibration_records_what_fc2_reads_of_quantized_weights_under_torch_autocast() -> None:
+    torch.manual_seed(1)
+    with minifloat.quantized_model_init(recipe=recipes.Float8CurrentScaling()):
+        made = minifloat.LayerNormMLP(64, 64, params_dtype=torch.float16, device="cpu")
+    with torch.no_grad():
+        made.fc2_weight.copy_(torch.eye(64))
+    for i in range(40):
+        made.fc2.delayed.reset()
+        x = torch.randn(1, 64, generator=torch.Generator().manual_seed(i))
+        with (
+            pytest.warns(UserWarning, match="dequantized"),
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            minifloat.autocast(enabled=False, calibrating=True, recipe=RECIPE),
+        ):
+            y = made(x)
+        assert made.fc2.delayed.amax_input == y.abs().max()
+
+
 @both
 def test_its_absence_is_accepted_and_changes_nothing(kind: str) -> None:
     made = used(kind)
