@@ -325,6 +325,7 @@ def test_room_where_there_can_be_none(name: str, room: tuple[int, int], why: str
 
 
 # ------------------------------------------------------------------------------------- workspaces
+@pytest.mark.filterwarnings("error:Using a non-tuple")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_workspace_of_another_device_is_refilled(
     name: str, products: Products, monkeypatch: pytest.MonkeyPatch

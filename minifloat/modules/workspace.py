@@ -117,7 +117,7 @@ def _own(copies: Copies, plan: Plan) -> Copies:
 def _refill(kept: Tensor, new: Tensor) -> None:
     """`kept` = `new`; one of them has more room if it was made for another device: zeros stay."""
     if kept.shape != new.shape:
-        corner = [slice(min(a, b)) for a, b in zip(kept.shape, new.shape, strict=True)]
+        corner = tuple([slice(min(a, b)) for a, b in zip(kept.shape, new.shape, strict=True)])
         kept, new = kept[corner], new[corner]
     kept.copy_(new)
 
