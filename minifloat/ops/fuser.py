@@ -15,7 +15,7 @@ from .basic_operation import BasicOperation
 from .fused_operation import FusedOperation
 from .fusible import FusibleOperation
 from .pipeline import Call, Pipeline
-from .wiring import CALLER, Key, Wiring, position, wire
+from .wiring import CALLER, Key, Wiring, placed, position, wire
 
 __all__ = [
     "OperationFuser",
@@ -247,8 +247,13 @@ class OperationFuser:
         reaches = torch.is_grad_enabled() and x.requires_grad  # whether the input needs a gradient
         kwargs: list[dict[str, Any]] = [{} for _ in ops]
         for i in range(start, stop):
-            begun = ops[i].begin(
-                requires_grad=requires[i], input_requires_grad=reaches, autocast_dtype=dtype
+            begun = placed(
+                ops,
+                [i],
+                ops[i].begin,
+                requires_grad=requires[i],
+                input_requires_grad=reaches,
+                autocast_dtype=dtype,
             )
             kwargs[i] = {**given[i], **begun}
             reaches = reaches or requires[i]

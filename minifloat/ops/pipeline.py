@@ -14,7 +14,7 @@ from .basic.values import summed
 from .context import OperationContext
 from .handover import Handed, Rounded
 from .results import each, results
-from .wiring import Key, Wiring, position
+from .wiring import Key, Wiring, placed, position
 
 __all__ = ["Call", "Pipeline"]
 
@@ -213,15 +213,7 @@ class Pipeline:
 
     def _placed(self, op: Any, indices: list[int], method: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a method of an operation; its errors say where in the pipeline it stands."""
-        if torch.compiler.is_compiling():
-            return method(*args, **kwargs)
-        try:
-            return method(*args, **kwargs)
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-            if type(error) not in (ValueError, TypeError, RuntimeError, NotImplementedError):
-                raise
-            where = ", ".join([position(self.ops, i) for i in indices])
-            raise type(error)(f"{where}: {error}") from error
+        return placed(self.ops, indices, method, *args, **kwargs)
 
 
 def _forward(op: Any, contexts: list[Any], x: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["CALLER", "Key", "Wiring", "position", "wire"]
+import torch
+
+__all__ = ["CALLER", "Key", "Wiring", "placed", "position", "wire"]
 
 CALLER = -1
 Key = tuple[int, int]
@@ -27,6 +29,19 @@ class Wiring(NamedTuple):
 def position(ops: Any, index: int) -> str:
     """How messages call an operation of a pipeline."""
     return f"{type(ops[index]).__name__} (op {index} of {len(ops)})"
+
+
+def placed(ops: Any, indices: list[int], method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of operations of a pipeline; its errors say which those are."""
+    if torch.compiler.is_compiling():
+        return method(*args, **kwargs)
+    try:
+        return method(*args, **kwargs)
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        if type(error) not in (ValueError, TypeError, RuntimeError, NotImplementedError):
+            raise
+        where = ", ".join([position(ops, i) for i in indices])
+        raise type(error)(f"{where}: {error}") from error
 
 
 def wire(ops: Any) -> Wiring:

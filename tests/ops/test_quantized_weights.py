@@ -121,6 +121,14 @@ def test_another_recipe_is_refused() -> None:
         layer(values(4, 64))
 
 
+def test_a_refused_recipe_records_nothing() -> None:
+    model = quantized("mxfp8", lambda: ops.Sequential(ops.GELU(), linear()))
+    with pytest.raises(RuntimeError, match="Recipe mismatch"):  # noqa: SIM117
+        with minifloat.autocast(recipe=RECIPES["delayed"]):
+            model(values(4, 64))
+    assert not any(b.any() for n, b in model.named_buffers() if "scale" not in n)
+
+
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_state_dicts_and_meta(name: str) -> None:
     layer = quantized(name, linear)

@@ -13,6 +13,7 @@ from ...core import collectives
 from ...core.linear import Call, Gradient, Linear, fprop, stored
 from ...inputs import draw_seed
 from ...parameters import (
+    check_recipe_of,
     check_size,
     default_device,
     main_grad,
@@ -21,6 +22,7 @@ from ...parameters import (
     quantized_weight,
 )
 from ...recipe.autocast import STATE
+from ...recipe.plan import Plan
 from ...tensors import QuantizedTensorStorage
 from ..context import OperationContext
 from ..group import group_of
@@ -139,7 +141,8 @@ class BasicLinear(QuantizedOperation):
         if self.weight.is_meta:
             self.reset_parameters()
         weight = self.weight
-        begun = self._begin()
+        coded = isinstance(weight, QuantizedTensorStorage)
+        begun = self._begin(self._refuse if coded else None)
         needs = (
             requires_grad and input_requires_grad,
             requires_grad and weight.requires_grad,
@@ -167,6 +170,10 @@ class BasicLinear(QuantizedOperation):
             probe=self._probe,
         )
         return {"begun": begun, "call": call}
+
+    def _refuse(self, plan: Plan) -> None:
+        """Raise for a plan that multiplies no such weight, before anything is cast for it."""
+        check_recipe_of(self.weight, plan, self._where())
 
     def takes_inputs(self, recipe: Any) -> bool:
         """Whether the previous operation may hand it quantized operands."""
