@@ -10,6 +10,7 @@ from .layout import shares_scale
 
 __all__ = [
     "INPUT_DTYPES",
+    "autocast_dtype",
     "check_codes",
     "check_input",
     "check_nominal",
@@ -22,6 +23,15 @@ __all__ = [
 ]
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What torch.autocast computes in where `x` is; None: it is off there, or knows no such device,
+    as the meta device."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def check_input(x: Tensor, row: Cast | None, col: Cast | None, name: str = "tensor") -> None:

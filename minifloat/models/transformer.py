@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..inputs import autocast_dtype
 from ..modules import LayerNormLinear, LayerNormMLP, Linear
 from ..modules.norm import RMSNorm
 from ..recipe import Recipe
@@ -188,8 +189,9 @@ class Transformer(nn.Module):
                 f"{tokens.shape[1]} tokens are more than the context of {self.config.context}"
             )
         x = self.embedding(tokens)
-        if torch.is_autocast_enabled(x.device.type):  # the residual stream is in its dtype
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        dtype = autocast_dtype(x)
+        if dtype is not None:  # that of the residual stream
+            x = x.to(dtype)
         uneven: list[Tensor] = []
         for block in self.blocks:
             x, imbalance = block(x, self.rotary)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inputs import autocast_dtype
 from ..recipe.autocast import STATE
 from .context import OperationContext
 from .fusible import FusibleOperation
@@ -113,10 +114,10 @@ class BasicOperation(FusibleOperation):
 
     def _begun(self, input_: Any, requires_grad: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
         """`kwargs` of a forward that no fuser calls, and what `begin` adds to them."""
-        device = input_.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         begun = self.begin(
-            requires_grad=requires_grad, input_requires_grad=requires_grad, autocast_dtype=dtype
+            requires_grad=requires_grad,
+            input_requires_grad=requires_grad,
+            autocast_dtype=autocast_dtype(input_),
         )
         return {**begun, **kwargs}
 

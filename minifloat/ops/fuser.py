@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import run
+from ..inputs import autocast_dtype
 from ..recipe.autocast import STATE
 from ..recipe.replay import replayed
 from .basic_operation import BasicOperation
@@ -181,7 +182,7 @@ class OperationFuser:
             tensors = _distinct(tensors)
             _settle_width(x, pipeline.parameters())
         device = x.device.type
-        if torch.is_autocast_enabled(device):  # begin() has read its dtype
+        if autocast_dtype(x) is not None:  # begin() has read it
             with torch.autocast(device, enabled=False):
                 made = _run(pipeline, call, tensors, device)
         else:
@@ -241,8 +242,7 @@ class OperationFuser:
         self, start: int, stop: int, x: Any, given: list[dict[str, Any]], first: int
     ) -> Call:
         ops = self._basic_ops
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        dtype = autocast_dtype(x)
         requires = [start <= first <= i < stop for i in range(len(ops))]
         reaches = torch.is_grad_enabled() and x.requires_grad  # whether the input needs a gradient
         kwargs: list[dict[str, Any]] = [{} for _ in ops]

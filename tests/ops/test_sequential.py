@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -174,3 +175,27 @@ def test_what_is_no_tensor_is_refused_by_position() -> None:
         ops.Sequential(ops.GELU(), ops.AddExtraInput())(x, None)
     with pytest.raises(TypeError, match="FusedOperation: basic_ops: got Linear at 0"):
         ops.FusedOperation([nn.Linear(2, 2)])  # type: ignore[list-item]
+
+
+def test_meta_tensors_run() -> None:
+    """torch.autocast knows no meta device."""
+    x = torch.randn(4, 32, device="meta", requires_grad=True)
+    y = ops.Sequential(ops.SwiGLU(), ops.L2Normalization())(x)
+    y.sum().backward()
+    assert y.is_meta and y.shape == (4, 16) and x.grad is not None and x.grad.is_meta
+    assert ops.GELU().op_forward(ops.OperationContext(), x.detach()).is_meta
+
+
+def test_a_scalar_is_not_normalized() -> None:
+    with pytest.raises(ValueError, match=r"L2Normalization \(op 0 of 1\): input: got shape \(\)"):
+        ops.Sequential(ops.L2Normalization())(torch.ones(()))
+
+
+@pytest.mark.parametrize("make", [ops.LayerNorm, ops.RMSNorm])
+def test_a_norm_that_changed_before_backward_says_which_tensor_did(make: Any) -> None:
+    norm = make(16, device="cpu")
+    y = ops.Sequential(norm)(torch.randn(4, 16))
+    with torch.no_grad():
+        norm.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"\[torch.FloatTensor \[16\]\] is at version"):
+        y.sum().backward()

@@ -113,8 +113,10 @@ class NormOperation(BasicOperation):
                 f"input: got shape {tuple(x.shape)}; its last dims must be {self._shape}"
             )
         needs = self._needs(requires_grad, requires_grad) if needs is None else needs
-        gamma = self.weight.reshape(-1)
-        beta = None if self.rms else self.bias.reshape(-1)
+        gamma: Tensor = self.weight
+        beta: Tensor | None = None if self.rms else self.bias
+        if len(self._shape) > 1:  # else no views: of a change since, PyTorch tells more by far
+            gamma, beta = gamma.reshape(-1), None if beta is None else beta.reshape(-1)
         call = self._call(x, needs, dtype)._replace(lazy=lazy, amax=amax)
         rows = folded(x) if len(self._shape) == 1 else x.reshape(-1, gamma.shape[0])
         y, saved = Norm.compute(rows, (gamma, beta), call)
@@ -213,6 +215,8 @@ class L2Normalization(BasicOperation):
     def op_forward_compute(
         self, input_: Any, *, requires_grad: bool = True, **kwargs: Any
     ) -> tuple[Any, Any]:
+        if len(input_.shape) == 0:
+            raise ValueError("input: got shape (); a last dim to normalize is needed")
         x: Tensor = matrix(input_)
         y, rstd = norms.l2_norm(x, self.eps)
         return y.reshape(input_.shape), (x, rstd) if requires_grad else ()
