@@ -151,6 +151,10 @@ class Module(nn.Module):
         """An autocast's recipe, if there is an autocast: it comes before what a layer says."""
         return STATE.recipe if STATE.depth else self.recipe
 
+    def _plan_in_force(self) -> Plan:
+        recipe = self._in_force()
+        return HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
+
     def _live_quantizers(self, recipe: Recipe, *made: tuple[Any, ...]) -> dict[str, list[Any]]:
         if torch.compiler.is_compiling():
             raise NotImplementedError(

@@ -7,6 +7,7 @@ while it is cast, and made again in backward, together with the gradient that fc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ from ..parameters import (
 from ..producer import activation as activation_of
 from ..recipe import Recipe
 from ..recipe.delayed import DelayedState
+from ..recipe.plan import Plan
 from ..recipe.roles import QuantizerRole
 from ..tensors import QuantizedTensorStorage
 from .normed import Normed
 from .projection import Projection, refuse_unsupported, run
 
 __all__ = ["LayerNormMLP"]
+
+Refuser = Callable[[Plan], None]
 
 
 class _Part(Projection):
@@ -286,8 +290,11 @@ class LayerNormMLP(Module, Normed):
         w1, w2 = self.fc1_weight, self.fc2_weight
         b1, b2 = self.fc1_bias, self.fc2_bias
         inp = self._check(inp, w1)
-        begun1 = fc1._begin(fc1._refuser(inp, w1, [w1], is_first_microbatch))
-        begun2 = fc2._begin(fc2._refuser(None, w2, [w2], is_first_microbatch))
+        refuse1 = fc1._refuser(inp, w1, [w1], is_first_microbatch)
+        refuse2 = fc2._refuser(None, w2, [w2], is_first_microbatch)
+        # What fc2 refuses, before fc1 has begun.
+        begun1 = fc1._begin(refuse1 if refuse2 is None else partial(_refuse, refuse1, refuse2, fc2))
+        begun2 = fc2._begin(refuse2)
         fc1._advise(begun1, inp)
         fc2._advise(begun2, inp)
         weight1 = fc1._weight(w1, inp.dtype, begun1)
@@ -401,6 +408,13 @@ class LayerNormMLP(Module, Normed):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """`hook()` runs after each `backward_dw`."""
         self._wgrad_hooks.append(hook)
+
+
+def _refuse(first: Refuser | None, second: Refuser, fc2: Projection, plan: Plan) -> None:
+    """Raise for what fc1, which `plan` is of, or fc2 would find wrong on its way."""
+    if first is not None:
+        first(plan)
+    second(fc2._plan_in_force())
 
 
 def _activation(name: str, params: dict[str, Any] | None, where: str) -> Any:

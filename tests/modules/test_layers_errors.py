@@ -281,3 +281,11 @@ def test_a_dtype_without_statistics(kind: str) -> None:
         pattern = says(kind, "parameters are torch.float64, which no recipe quantizes")
         with refused(TypeError, pattern, made):
             made(x)
+
+
+def test_what_fc2_refuses_changes_nothing_of_fc1() -> None:
+    mlp = minifloat.LayerNormMLP(32, 32, fuse_wgrad_accumulation=True, device="cpu")
+    mlp.fc1_weight.main_grad = torch.zeros(32, 32)
+    with minifloat.autocast(recipe=DELAYED), pytest.raises(RuntimeError, match="fc2.*main_grad"):
+        mlp(torch.randn(4, 32))
+    assert not mlp.fc1.delayed.used and mlp.fc1.delayed.history_forward.shape[0] > 4
