@@ -241,7 +241,8 @@ class Module(nn.Module):
             self._fit(state, plan.update.history_len)
             if not repeated():  # whose graph changes no objects: see DelayedState.ran
                 state.__dict__["used"] = True
-                note(state, plan, recipe, roles)
+                if STATE.depth:  # else `_end` ends the step of this layer alone
+                    note(state, plan, recipe, roles)
         if alone:
             held = state.held(plan)
             slots = held.backward if torch.is_grad_enabled() else None
@@ -307,12 +308,15 @@ class Module(nn.Module):
 
     def _end(self, begun: Begun) -> None:
         """Close a forward that no autocast closes, or inside a compiled checkpoint, where no note
-        may leave the graph."""
-        if repeated() and begun.plan.update is not None and torch.is_grad_enabled():
-            slots = self.delayed.forward_slots(begun.plan.forward_limits)
-            update(slots, begun.plan.update, begun.group)
-        elif STATE.depth == 0 and begun.plan.update is not None:
-            settle()
+        may leave the graph. Of this layer alone: others may run in other threads."""
+        if begun.plan.update is None or not (repeated() or STATE.depth == 0):
+            return
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                slots = self.delayed.forward_slots(begun.plan.forward_limits)
+                update(slots, begun.plan.update, begun.group)
+        elif not begun.replays:
+            settle((self.delayed, begun.plan.forward_limits, begun.plan.update, begun.group, None))
 
     # ------------------------------------------------------------------------------ state dict
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -374,6 +374,9 @@ class Quantizer(abc.ABC):
         """Live tensors that quantizing writes; only delayed scaling has any."""
         return ()
 
+    def _meet(self, group_name: str) -> None:  # noqa: B027  (nothing that could differ)
+        """Have the live tensors of the quantizers of a tensor's other shards."""
+
     def _for_tensor(self, tensor: Any) -> Any:
         """This quantizer with the usages that `tensor` has."""
         usages = tensor.get_usages()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import dispatch, inputs
+from .. import collectives, dispatch, inputs
 from ..dtypes import DType
 from ..dynamo import register_value_opaque_quantizer
 from ..formats import ELEMENTS, Cast, Element, Scale, find_format
@@ -112,7 +112,19 @@ class Float8Quantizer(_TensorScaled):
     ) -> dict[str, Tensor]:
         row, col = self.rowwise_usage, self.columnwise_usage
         made = dispatch.quantize_scaled(tensor, self.scale, self.amax, self._cast, row=row, col=col)
+        if group is not None:
+            self._share_amax(group.group_name)
         return dict(zip(self.inner_tensor_specs(tensor.shape), made, strict=True))
+
+    def _share_amax(self, group_name: str) -> None:
+        """Record what all shards of a tensor have: the next scale is that of all of them, whoever
+        else a recipe reduces amaxes over."""
+        self.amax.copy_(collectives.all_reduce(self.amax, group_name, "max"))
+
+    def _meet(self, group_name: str) -> None:
+        self._share_amax(group_name)
+        # The smallest scale saturates on no shard.
+        self.scale.copy_(-collectives.all_reduce(-self.scale, group_name, "max"))
 
     def _state_written(self) -> Sequence[Tensor]:
         return (self.amax,)

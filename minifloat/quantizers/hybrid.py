@@ -115,6 +115,10 @@ class HybridQuantizer(Quantizer, metaclass=OpaqueABCMeta):
             *self.columnwise_quantizer._state_written(),
         )
 
+    def _meet(self, group_name: str) -> None:
+        self.rowwise_quantizer._meet(group_name)
+        self.columnwise_quantizer._meet(group_name)
+
     def _reduces(self) -> bool:
         return self.rowwise_quantizer._reduces() or self.columnwise_quantizer._reduces()
 

@@ -46,6 +46,7 @@ class _State:
         "depth",
         "group",
         "init",
+        "links",
         "preserve",
         "ran",
         "recipe",
@@ -58,11 +59,13 @@ class _State:
         self.depth = 0
         self.checkpointed = False  # a graph is being traced that backward will repeat
         self.ran: Ran | None = None
+        self.links = 0  # that eager code added since `ran` was thinned out
         self.init: Recipe | None = None  # parameters are made quantized for it
         self.preserve = False
 
 
 STATE = _State()
+_LINKS = 4096  # after which `ran` is thinned out: no work to speak of, and less than a megabyte
 
 
 def repeated() -> bool:
@@ -80,6 +83,22 @@ def note(state: DelayedState, plan: Plan, recipe: Any, roles: tuple[Roles, Roles
         if rule.scale_algo is None and isinstance(rule.amax_algo, str):
             found = (rule.margin, rule.history_len, rule.amax_algo, None, rule.reduce_amax, None)
     STATE.ran = (state, plan.forward_limits, found, STATE.group, STATE.ran)
+    if not torch.compiler.is_compiling():
+        STATE.links += 1
+        if STATE.links >= _LINKS:
+            STATE.links, STATE.ran = 0, _thinned(STATE.ran)
+
+
+def _thinned(ran: Ran | None) -> Ran | None:
+    """The last note of each module, in order: an autocast that stays open, as a server's does,
+    would collect one for every forward."""
+    last: dict[int, Ran] = {}
+    while ran is not None:
+        last.setdefault(id(ran[0]), ran)
+        ran = ran[4]
+    for link in reversed(last.values()):
+        ran = (*link[:4], ran)
+    return ran
 
 
 def group_name(group: Any) -> str | None:
@@ -145,12 +164,12 @@ class autocast:  # noqa: N801  (the contract's name)
         self._outer = None
         STATE.depth -= 1
         if STATE.depth == 0:
-            settle()
+            ran, STATE.ran = STATE.ran, None
+            settle(ran)
 
 
-def settle() -> None:
+def settle(ran: Ran | None) -> None:
     """Update the scales of what ran: the end of the outermost autocast, or of a layer without."""
-    ran, STATE.ran = STATE.ran, None
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled():
             _update_traced(ran)

@@ -20,7 +20,7 @@ from ..dynamo.quantizer_opaque import _rebuild_quantizer
 from ..quantizers import Quantizer
 from .declared import Declared
 from .grouped_factories import CLASSES
-from .kept import Template, joined, taken_apart
+from .kept import LIVE, Template, joined, taken_apart
 from .wrapper import contiguous_stride
 
 __all__ = ["flatten_state_dict", "unflatten_state_dict"]
@@ -69,9 +69,13 @@ def _described(name: str, value: Any) -> tuple[dict[str, Tensor], dict[str, Any]
         described["laid_out"] = list(ctx["unflat"])
     if ctx.get("members") is not None:
         described["members"] = ctx["members"]
-    return {
-        f"{name}.{attr}": getattr(value, attr).detach().contiguous() for attr in attrs
-    }, described
+    # Live tensors are their layer's buffers, which the state dict has by their own names, too.
+    # safetensors refuses memory that is named twice; these are a few numbers.
+    inner = {
+        f"{name}.{attr}": t.clone() if attr.startswith(LIVE) else t.contiguous()
+        for attr, t in ((attr, getattr(value, attr).detach()) for attr in attrs)
+    }
+    return inner, described
 
 
 def _encoded(value: Any) -> Any:

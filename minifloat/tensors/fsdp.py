@@ -161,10 +161,13 @@ class GatheredStorage:
             )
 
     def _amax_is_global(self: Any) -> bool:
-        """Whether a requantization computes an amax that all shards must share."""
+        """Whether a requantization finds an amax that all shards must share: for its scale, or for
+        the scales of later ones."""
         quantizer = self._quantizer
-        # A quantizer that knows no reduction (delayed scaling) brings its scale along.
-        return hasattr(quantizer, "with_amax_reduction") and quantizer._has_global_amax()
+        if quantizer is None:
+            return False
+        scales = hasattr(quantizer, "with_amax_reduction") and quantizer._has_global_amax()
+        return scales or bool(quantizer._state_written())
 
     def _shared_buffers(self: Any) -> list[Tensor]:
         """The tensor-wide scales and amaxes that a requantization computes."""
@@ -231,11 +234,14 @@ class GatheredTensor:
         """Requantize over `group` from now on; and now, if its shards disagree on a scale.
 
         Shards of one quantized parameter agree. Shards that were initialised or loaded one by one
-        do not, and would each be read with the scale of whoever reads it.
+        do not, and would each be read with the scale of whoever reads it. With delayed scaling that
+        goes for the scales to come, too.
         """
         if self._group_name == group.group_name:
             return
         self.amax_reduction_group = group
+        with torch.no_grad():
+            self._quantizer._meet(group.group_name)
         shared = self._shared_buffers()
         mine = torch.cat([t.reshape(-1) for t in shared])
         extremes = torch.stack([mine, -mine])

@@ -279,7 +279,8 @@ class QuantizedTensorStorage(GatheredStorage, Declared):
                 f"{type(self).__name__}: these rows were cut out of a larger tensor and share its "
                 "scale, or have scales of their own that it does not see, or are a view without "
                 "its column copy; write the whole tensor (index assignment does), or clone() the "
-                "rows first"
+                "rows first; a distributed checkpoint that more ranks saved is read into plain "
+                "tensors, and those are loaded"
             )
 
     def copy_from_storage(self, src: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -103,6 +104,41 @@ def test_an_error_in_a_layer_restores_and_updates_nothing_more() -> None:
     with pytest.raises(ValueError, match="in_features"), minifloat.autocast(recipe=DELAYED):
         module(torch.randn(3, 5))
     assert STATE.ran is None
+
+
+def test_a_layer_with_its_own_recipe_updates_itself_alone() -> None:
+    """Another thread evaluates another model in the middle of a forward."""
+    one, other = layer(), layer()
+    one.recipe = other.recipe = DELAYED
+    end, thread = one._end, threading.Thread(target=torch.no_grad()(other), args=(data(),))
+
+    def evaluated_meanwhile(begun: Any) -> None:
+        thread.start()
+        thread.join()
+        end(begun)
+
+    one._end = evaluated_meanwhile
+    one(data())
+    assert one.delayed.scale_input != 1 and one.delayed.history_forward.any()
+    assert other.delayed.scale_input == 1 and not other.delayed.history_forward.any()
+
+
+def test_an_autocast_that_stays_open_keeps_a_note_of_each_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("minifloat.recipe.autocast._LINKS", 8)
+    modules, later = [layer() for _ in range(3)], DELAYED.replace(margin=3)
+    with minifloat.autocast(recipe=DELAYED):
+        for i in range(50):
+            with minifloat.autocast(recipe=DELAYED if i < 20 else later):
+                modules[i % 3](data())
+        at = STATE.ran
+        for _ in range(3 + 8):
+            at = at and at[4]
+        assert at is None
+    for module in modules:  # once each, by the last recipe
+        assert module.delayed.history_forward.any(1).sum() == 1
+        assert module.delayed.scale_input == 448 / data().abs().max() / 8
 
 
 def test_one_object_cannot_be_active_twice() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
+import minifloat as mf
 
 from .cases import KINDS, assert_same, bits, quantized, values
 
@@ -59,6 +62,38 @@ def test_a_plain_parameter_reads_a_quantized_checkpoint(tmp_path: Path) -> None:
     plain = {"weight": torch.zeros(33, 17)}
     dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(plain["weight"], t.dequantize())
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        mf.recipe.DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent"),
+        mf.recipe.NVFP4BlockScaling(),
+    ],
+    ids=lambda recipe: type(recipe).__name__,
+)
+def test_a_model_for_inference_reads_the_codes_of_a_trained_one(recipe: Any) -> None:
+    """It has no column copies, since it was made where gradients were off."""
+
+    def made() -> mf.Linear:
+        with mf.quantized_model_init(recipe=recipe):
+            return mf.Linear(32, 64, bias=False, device="cpu")
+
+    trained = made()
+    with torch.no_grad():
+        served = made()
+    for seed in range(8):
+        with torch.no_grad():
+            trained.weight.copy_(values(64, 32, seed=seed) * 0.3**seed)
+        with mf.autocast(recipe=recipe):  # a scale by history moves on, and the codes stay
+            trained(values(8, 32)).sum().backward()
+        served.load_state_dict(trained.state_dict())
+        found: Any = served.weight
+        expected: Any = trained.weight
+        held = {attr: t for attr, t in found._buffers().items() if t is not None}
+        assert len(held) < sum(t is not None for t in expected._buffers().values())
+        for attr, t in held.items():
+            assert torch.equal(t, expected._buffers()[attr]), (attr, seed)
 
 
 def test_state_of_an_optimizer(tmp_path: Path) -> None:

@@ -102,6 +102,27 @@ def test_a_module_round_trip(tmp_path: Path) -> None:
     assert torch.equal(other.bias, net.bias)
 
 
+def test_a_layer_whose_weight_scales_by_history(tmp_path: Path) -> None:
+    """Its live scale is the layer's buffer, and the file has both."""
+    recipe = mf.recipe.DelayedScaling(amax_history_len=4)
+
+    def made(seed: int) -> mf.Linear:
+        torch.manual_seed(seed)
+        with mf.quantized_model_init(recipe=recipe):
+            return mf.Linear(16, 32, device="cpu")
+
+    def output_of(layer: mf.Linear) -> torch.Tensor:
+        with mf.autocast(recipe=recipe):
+            return layer(values(8, 16))  # type: ignore[no-any-return]
+
+    trained, resumed = made(0), made(1)
+    output_of(trained).sum().backward()
+    resumed.load_state_dict(through_a_file(trained.state_dict(), tmp_path / "x.safetensors"))
+    assert torch.equal(resumed.delayed.scale_weight, trained.delayed.scale_weight)
+    for _ in range(2):
+        assert torch.equal(output_of(resumed), output_of(trained))
+
+
 def test_plain_files_are_read_as_they_are() -> None:
     tensors = {"a": values(2), "minifloat.b": values(3)}
     assert mf.unflatten_state_dict(tensors, None) == tensors

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import minifloat as mf
 from minifloat import QuantizedTensor
 
 from . import world
@@ -220,7 +222,7 @@ def check_training(kind: str, rank: int, rows: int = 256, **options: Any) -> Non
         pieces = reference.first.detach().chunk(world.SIZE)
         assert bits(local(net.first)) == bits(pieces[rank])
     assert (local(net.first)._group_name is not None) is (
-        kind.startswith(("current", "nvfp4", "hybrid")) and kind != "nvfp4_row_scaled"
+        kind.startswith(("current", "delayed", "nvfp4", "hybrid")) and kind != "nvfp4_row_scaled"
     )
 
 
@@ -262,6 +264,45 @@ def check_shards_meet(kind: str, rank: int) -> None:
     everywhere = [torch.zeros_like(gathered) for _ in range(world.SIZE)]
     torch.distributed.all_gather(everywhere, gathered)
     assert torch.equal(everywhere[0], everywhere[1])
+
+
+def check_delayed_scales(rank: int, **options: Any) -> None:
+    """Shards have the whole tensor's scales, whoever reduces amaxes beside: each rank alone."""
+    recipe = mf.recipe.DelayedScaling(amax_history_len=2, **options)
+    alone = [torch.distributed.new_group([r]) for r in range(world.SIZE)][rank]
+    made = []
+    for _ in range(3):
+        with mf.quantized_model_init(recipe=recipe):
+            layer = mf.Linear(32, 64, bias=False, device="cpu")
+        rows = torch.full((64, 1), 4.0)
+        rows[32:] = 0.05
+        layer.weight.data.copy_(values(64, 32) * rows)
+        made.append(layer)
+    whole, net, resumed = made
+    for sharded in (net, resumed):
+        fully_shard(sharded, mesh=world_mesh())
+
+    def train(layer: Any, steps: int) -> list[float]:
+        optimizer, losses = torch.optim.SGD(layer.parameters(), lr=0.1), []
+        for i in range(steps):
+            with mf.autocast(recipe=recipe, amax_reduction_group=alone):
+                loss = layer(values(8, 32, seed=i)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert train(net, 5) == train(whole, 5)
+    assert torch.equal(net.weight.full_tensor(), whole.weight.dequantize())
+    assert torch.equal(net.delayed.amax_weight, whole.delayed.amax_weight)
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folder, src=0)
+    dcp.save(net.state_dict(), checkpoint_id=folder[0])
+    with mf.autocast(recipe=recipe):
+        state = resumed.state_dict()
+    dcp.load(state, checkpoint_id=folder[0])
+    assert train(resumed, 4) == train(net, 4)
 
 
 def check_mixed_precision(rank: int) -> None:
@@ -338,6 +379,9 @@ def check_checkpoint(kind: str, rank: int) -> None:
     dcp.save(net.state_dict(), checkpoint_id=folder[0] + "/again")
     dcp.load(plain, checkpoint_id=folder[0] + "/again")
     assert torch.equal(plain["first"], full)
+    # A quantized one, of both ranks' rows, is told that it would be written in parts.
+    with pytest.raises(CheckpointException, match="read into plain tensors"):
+        dcp.load({"first": Net(kind).first.detach()}, checkpoint_id=folder[0], no_dist=True)
     # And the shards take a plain state dict of shards.
     sharded = {n: DTensor.from_local(local(p).dequantize() * 2, p.device_mesh, p.placements)
                for n, p in other.named_parameters() if n != "bias"}  # fmt: skip
@@ -355,6 +399,8 @@ CHECKS: world.Checks = {
     "memory": check_memory_is_freed,
     "meet_current": partial(check_shards_meet, "current"),
     "meet_nvfp4": partial(check_shards_meet, "nvfp4_2d"),
+    "delayed_alone": check_delayed_scales,
+    "delayed_unreduced": partial(check_delayed_scales, reduce_amax=False),
     "mixed_precision": check_mixed_precision,
     "recomputation": check_recomputation,
     "compiled": check_compiled,
