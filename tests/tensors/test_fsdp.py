@@ -266,6 +266,28 @@ def check_shards_meet(kind: str, rank: int) -> None:
     assert torch.equal(everywhere[0], everywhere[1])
 
 
+def check_live_scales_meet(rank: int) -> None:
+    """Shards of which each was loaded with live scales of its own go by the smallest from now on."""
+    net = Net("delayed")
+    fully_shard(net, mesh=world_mesh())
+    shard = local(net.first)
+    shard._quantizer.scale.fill_(64.0 / 8.0**rank)
+    shard._quantizer.amax.fill_(1.0 + rank)
+    x = values(128, 32, seed=rank)
+    shard.quantize_(x)
+    recorded = max(x.abs().max().item(), 1.0 + rank)
+    net(values(4, 32))
+    assert shard._quantizer.scale.item() == 64.0 / 8.0 ** (world.SIZE - 1)
+    everyones: list[Any] = [None] * world.SIZE
+    torch.distributed.all_gather_object(everyones, recorded)
+    assert shard._quantizer.amax.item() == max(everyones)
+    net.unshard()
+    gathered = net.first.dequantize()[128 * rank : 128 * rank + 128]
+    expected = shard.dequantize()
+    assert torch.equal(gathered, expected)
+    assert torch.allclose(expected, x.clamp(-56.0, 56.0), rtol=0.14, atol=1e-3)
+
+
 def check_delayed_scales(rank: int, **options: Any) -> None:
     """Shards have the whole tensor's scales, whoever reduces amaxes beside: each rank alone."""
     recipe = mf.recipe.DelayedScaling(amax_history_len=2, **options)
@@ -399,6 +421,7 @@ CHECKS: world.Checks = {
     "memory": check_memory_is_freed,
     "meet_current": partial(check_shards_meet, "current"),
     "meet_nvfp4": partial(check_shards_meet, "nvfp4_2d"),
+    "meet_delayed": check_live_scales_meet,
     "delayed_alone": check_delayed_scales,
     "delayed_unreduced": partial(check_delayed_scales, reduce_amax=False),
     "mixed_precision": check_mixed_precision,
