@@ -352,19 +352,15 @@ class Experts(Module):
                 f"{name}: got {given.dtype} of shape {tuple(given.shape)}; integers of shape "
                 f"({num},) are needed, one for each expert"
             )
-        # A graph takes a length that it is told to be 1 for any length still.
-        counts: Tensor = given.narrow(0, 0, num) if traced else given
-        if counts.is_cuda:
+        if library.traced() or given.device.type != "cpu":  # fake ones cannot be read
+            # A graph takes a length that it is told to be 1 for any length still.
+            counts: Tensor = given.narrow(0, 0, num) if traced else given
             sizes = counts.to(device, torch.int64)
-            _assert_sizes(sizes, rows, name, traced)
-            return sizes
-        if library.traced() or counts.device.type != "cpu":  # fake ones cannot be read
-            sizes = counts.to(device, torch.int64)
-            if sizes.is_cuda:
+            if given.is_cuda or sizes.is_cuda:
                 _assert_sizes(sizes, rows, name, traced)
             return sizes
-        ragged.check_sizes(counts.tolist(), num, rows, name)
-        return _uploaded(counts.to(torch.int64), device, name)
+        ragged.check_sizes(given.tolist(), num, rows, name)
+        return _uploaded(given.to(torch.int64), device, name)
 
     def _check_buffer(self, name: str, buffer: Any, like: Tensor, shape: Sequence[int]) -> None:
         """Raise unless `buffer` can take what has `shape` and is otherwise like `like`."""
