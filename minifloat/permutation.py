@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from . import library, ragged
 from .autograd import run
 from .formats import cdiv
-from .inputs import holds
+from .inputs import holds, known
 
 __all__ = [
     "moe_permute",
@@ -77,17 +77,12 @@ def _bags(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _none(t: Tensor) -> bool:
-    """Whether there are no rows, as far as is known: data may decide it, in a graph."""
-    if not torch.compiler.is_compiling():
-        return t.shape[0] == 0
-    return torch.fx.experimental.symbolic_shapes.guard_or_false(t.shape[0] == 0)
+    return known(t.shape[0] == 0)
 
 
 def _some(t: Tensor) -> Tensor:
     """`t`, with a row of zeros more where it is not known to have any: 0 is the index of one."""
-    if not torch.compiler.is_compiling():
-        return t
-    if not torch.fx.experimental.symbolic_shapes.guard_or_true(t.shape[0] == 0):
+    if not torch.compiler.is_compiling() or known(t.shape[0] > 0):
         return t
     return torch.cat([t, t.new_zeros((1, *t.shape[1:]))])
 
@@ -243,29 +238,30 @@ def moe_permute_and_pad_with_probs(
     rows padded with zeros to a multiple of `align_size`.
 
     `row_id_map` is that of the rows without padding; `pad_offsets[e]` is the padding before expert
-    e, None where there is none. The number of rows is a shape: `tokens_per_expert` on the host is
-    free, on the device it is waited for. (`minifloat` needs no padding.)
+    e, None where there is known to be none. The number of rows is a shape: `tokens_per_expert` on
+    the host is free, on the device it is waited for. (`minifloat` needs no padding.)
     """
     _check(inp, routing_map, "mask")
     _check_probs(probs, routing_map, "probs")
     if align_size <= 0:
         raise ValueError(f"align_size: got {align_size}; it must be positive")
     counts = ragged.integers(tokens_per_expert, "tokens_per_expert")
-    if len(counts) != routing_map.shape[1] or any(n < 0 for n in counts):
+    if len(counts) != routing_map.shape[1] or not holds(min(0, *counts) >= 0):
         raise ValueError(
             f"tokens_per_expert: got {counts}; routing_map has {routing_map.shape[1]} experts, and "
             "none has a negative count"
         )
     padded = [cdiv(n, align_size) * align_size for n in counts]
     found = (routing_map != 0).sum(0)
+    got = "" if torch.compiler.is_compiling() else f"got {counts}; "  # a graph may not know them
     _require(
         (found == torch.tensor(counts, device=found.device)).all(),
-        f"tokens_per_expert: got {counts}; routing_map gives the experts other numbers of tokens",
+        f"tokens_per_expert: {got}routing_map gives the experts other numbers of tokens",
     )
     row_id_map = _mask_map(routing_map, sum(counts))
     target = torch.tensor(padded, dtype=torch.int64, device=inp.device)
     offsets = None
-    if padded != counts:
+    if not all([known(p == n) for p, n in zip(padded, counts, strict=True)]):  # noqa: C419  (2.11)
         gaps = [p - n for p, n in zip(padded, counts, strict=True)]
         before = [sum(gaps[:e]) for e in range(len(gaps))]
         offsets = torch.tensor(before, dtype=torch.int64, device=inp.device)

@@ -295,7 +295,7 @@ def test_other_counts_than_those_of_the_map_in_a_graph() -> None:
     x, mask = torch.randn(3, 2), torch.ones(3, 4, dtype=torch.bool)
     padded = torch.compile(mf.moe_permute_and_pad_with_probs, backend="aot_eager", fullgraph=True)
     assert padded(x, mask.float(), mask, [3, 3, 3, 3], 4)[0].shape == (16, 2)
-    with pytest.raises(RuntimeError, match="tokens_per_expert: got"):
+    with pytest.raises(RuntimeError, match="tokens_per_expert: routing_map gives"):
         padded(x, mask.float(), mask, [2, 4, 3, 3], 4)
 
 
