@@ -352,13 +352,11 @@ class Experts(Module):
                 f"{name}: got {given.dtype} of shape {tuple(given.shape)}; integers of shape "
                 f"({num},) are needed, one for each expert"
             )
-        if given.is_cuda:
-            sizes = given.to(device, torch.int64)
-            _assert_sizes(sizes, rows, name, traced)
-            return sizes
         if library.traced() or given.device.type != "cpu":  # fake ones cannot be read
-            sizes = given.to(device, torch.int64)
-            if sizes.is_cuda:
+            # A graph takes a length that it is told to be 1 for any length still.
+            counts: Tensor = given.narrow(0, 0, num) if traced else given
+            sizes = counts.to(device, torch.int64)
+            if given.is_cuda or sizes.is_cuda:
                 _assert_sizes(sizes, rows, name, traced)
             return sizes
         ragged.check_sizes(given.tolist(), num, rows, name)

@@ -53,9 +53,11 @@ def _lowering(math: Math, fuses: Callable[..., bool], fallback: Any) -> Any:
         from torch._inductor.lowering import process_subgraph_nodes
         from torch._inductor.virtualized import V
         from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
         node: Any = V.graph.current_node
-        if kwargs or not fuses(*node.args):
+        # The math asks whether there is anything to cast, which data may decide.
+        if kwargs or free_unbacked_symbols(node.args[0].meta["val"]) or not fuses(*node.args):
             return fallback(*args, **kwargs)
         values = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
         tensors = [i for i, a in enumerate(node.args) if isinstance(a, torch.fx.Node)]

@@ -20,6 +20,7 @@ __all__ = [
     "check_whole",
     "draw_seed",
     "holds",
+    "known",
 ]
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,6 +65,14 @@ def holds(condition: bool) -> bool:
         return False
     torch._check(condition)  # type: ignore[no-untyped-call]
     return True
+
+
+def known(condition: bool) -> bool:
+    """`condition`, of sizes. Where data decides it, which a graph does not know while it is traced,
+    False: what follows has to be right either way."""
+    if not torch.compiler.is_compiling():
+        return condition
+    return torch.fx.experimental.symbolic_shapes.guard_or_false(condition)
 
 
 def check_whole(x: Tensor, name: str) -> None:

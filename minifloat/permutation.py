@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from . import library, ragged
 from .autograd import run
 from .formats import cdiv
+from .inputs import holds, known
 
 __all__ = [
     "moe_permute",
@@ -65,14 +66,25 @@ def _bags(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     rows are `[offsets[t], offsets[t + 1])` of them."""
     valid = row_id_map >= 0
     offsets = pad(torch.cumsum(valid.sum(1), 0), (1, 0))
-    if row_id_map.numel() == 0:
+    if _none(row_id_map.reshape(-1)):
         nothing = torch.zeros(0, dtype=torch.int64, device=row_id_map.device)
         return nothing, nothing, offsets
-    ends = torch.cumsum(valid.reshape(-1), 0)
+    ends = torch.cumsum(_some(valid.reshape(-1)), 0)
     # The position of the k-th valid entry; behind the last one, any: no token looks there.
     position = torch.searchsorted(ends, torch.arange(1, rows + 1, device=ends.device))
     position = position.clamp(max=ends.shape[0] - 1)
-    return row_id_map.reshape(-1)[position].clamp(min=0), position, offsets
+    return _some(row_id_map.reshape(-1))[position].clamp(min=0), position, offsets
+
+
+def _none(t: Tensor) -> bool:
+    return known(t.shape[0] == 0)
+
+
+def _some(t: Tensor) -> Tensor:
+    """`t`, with a row of zeros more where it is not known to have any: 0 is the index of one."""
+    if not torch.compiler.is_compiling() or known(t.shape[0] > 0):
+        return t
+    return torch.cat([t, t.new_zeros((1, *t.shape[1:]))])
 
 
 def _padded(row_id_map: Tensor, pad_offsets: Tensor | None) -> Tensor:
@@ -85,9 +97,9 @@ def _padded(row_id_map: Tensor, pad_offsets: Tensor | None) -> Tensor:
 # ------------------------------------------------------------------------------- the two movements
 def _taken(x: Tensor, index: Tensor) -> Tensor:
     """`x[index]`, zeros where the index is -1."""
-    if x.shape[0] == 0:
+    if _none(x):
         return x.new_zeros((index.shape[0], *x.shape[1:]))
-    rows = x.index_select(0, index.clamp(min=0))
+    rows = _some(x).index_select(0, index.clamp(min=0))
     return torch.where(_beside(index >= 0, rows), rows, 0)
 
 
@@ -98,11 +110,11 @@ def _beside(flags: Tensor, rows: Tensor) -> Tensor:
 def _summed(rows: Tensor, row_id_map: Tensor, probs: Tensor | None) -> Tensor:
     """`out[t] = sum over j of probs[t, j] * rows[row_id_map[t, j]]`, in fp32, rounded once."""
     tokens = row_id_map.shape[0]
-    if rows.shape[0] == 0 or tokens == 0:
+    if _none(rows) or _none(row_id_map):
         return rows.new_zeros((tokens, rows.shape[1]))
     index, position, offsets = _bags(row_id_map, rows.shape[0])
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    weights = None if probs is None else probs.reshape(-1)[position].to(dtype)
+    weights = None if probs is None else _some(probs.reshape(-1))[position].to(dtype)
     # A bag is a gather and a sum in one kernel, in the order of the index. The last one is for the
     # rows that belong to no token.
     out = torch.embedding_bag(rows.to(dtype), index, offsets, False, 0, False, weights)[0]
@@ -226,29 +238,30 @@ def moe_permute_and_pad_with_probs(
     rows padded with zeros to a multiple of `align_size`.
 
     `row_id_map` is that of the rows without padding; `pad_offsets[e]` is the padding before expert
-    e, None where there is none. The number of rows is a shape: `tokens_per_expert` on the host is
-    free, on the device it is waited for. (`minifloat` needs no padding.)
+    e, None where there is known to be none. The number of rows is a shape: `tokens_per_expert` on
+    the host is free, on the device it is waited for. (`minifloat` needs no padding.)
     """
     _check(inp, routing_map, "mask")
     _check_probs(probs, routing_map, "probs")
     if align_size <= 0:
         raise ValueError(f"align_size: got {align_size}; it must be positive")
     counts = ragged.integers(tokens_per_expert, "tokens_per_expert")
-    if len(counts) != routing_map.shape[1] or any(n < 0 for n in counts):
+    if len(counts) != routing_map.shape[1] or not holds(min(0, *counts) >= 0):
         raise ValueError(
             f"tokens_per_expert: got {counts}; routing_map has {routing_map.shape[1]} experts, and "
             "none has a negative count"
         )
     padded = [cdiv(n, align_size) * align_size for n in counts]
     found = (routing_map != 0).sum(0)
+    got = "" if torch.compiler.is_compiling() else f"got {counts}; "  # a graph may not know them
     _require(
         (found == torch.tensor(counts, device=found.device)).all(),
-        f"tokens_per_expert: got {counts}; routing_map gives the experts other numbers of tokens",
+        f"tokens_per_expert: {got}routing_map gives the experts other numbers of tokens",
     )
     row_id_map = _mask_map(routing_map, sum(counts))
     target = torch.tensor(padded, dtype=torch.int64, device=inp.device)
     offsets = None
-    if padded != counts:
+    if not all([known(p == n) for p, n in zip(padded, counts, strict=True)]):  # noqa: C419  (2.11)
         gaps = [p - n for p, n in zip(padded, counts, strict=True)]
         before = [sum(gaps[:e]) for e in range(len(gaps))]
         offsets = torch.tensor(before, dtype=torch.int64, device=inp.device)
@@ -291,7 +304,8 @@ def moe_unpermute(
         raise TypeError(f"row_id_map: got {given.dtype}; that of moe_permute is torch.int64")
     if merging_probs is not None:
         _check_probs(merging_probs, row_id_map, "merging_probs")
-    if restore_shape is not None and _elements(restore_shape) != row_id_map.shape[0] * inp.shape[1]:
+    elements = row_id_map.shape[0] * inp.shape[1]
+    if restore_shape is not None and not holds(_elements(restore_shape) == elements):
         raise ValueError(
             f"restore_shape: got {tuple(restore_shape)}; there are {row_id_map.shape[0]} tokens of "
             f"{inp.shape[1]}"
@@ -322,7 +336,7 @@ def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(`moe_sort_chunks_by_index`, the rows' probs in the same order)."""
-    if probs.shape[:1] != inp.shape[:1]:
+    if probs.dim() == 0 or not holds(probs.shape[0] == inp.shape[0]):
         raise ValueError(
             f"probs: got shape {tuple(probs.shape)}; one for each of the {inp.shape[0]} rows"
         )
@@ -375,11 +389,11 @@ def _on_host(t: Tensor) -> bool:
     return t.device.type == "cpu" and not library.traced()
 
 
-def _require(holds: Tensor, message: str) -> None:
-    """Raise unless `holds`: here if the host knows, else where the device finds out."""
-    if not _on_host(holds):
-        torch._assert_async(holds, message)
-    elif not bool(holds):
+def _require(flag: Tensor, message: str) -> None:
+    """Raise unless `flag`: here if the host knows, else where the device finds out."""
+    if not _on_host(flag):
+        torch._assert_async(flag, message)
+    elif not bool(flag):
         raise ValueError(message)
 
 
@@ -388,7 +402,8 @@ def _check(inp: Tensor, routing_map: Any, map_type: str) -> None:
         raise TypeError(f"routing_map: got {type(routing_map).__name__}; a tensor is needed")
     if map_type not in ("mask", "index"):
         raise ValueError(f"map_type: got {map_type!r}; allowed: 'mask', 'index'")
-    if inp.dim() != 2 or routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
+    two = inp.dim() == 2 and routing_map.dim() == 2
+    if not (two and holds(routing_map.shape[0] == inp.shape[0])):
         raise ValueError(
             f"routing_map: got shape {tuple(routing_map.shape)} for inp of {tuple(inp.shape)}; "
             "(tokens, experts) of a mask or (tokens, topk) of ids, and inp (tokens, hidden)"
@@ -400,7 +415,9 @@ def _check(inp: Tensor, routing_map: Any, map_type: str) -> None:
 def _check_probs(probs: Any, of: Tensor, name: str) -> None:
     if not isinstance(probs, Tensor):
         raise TypeError(f"{name}: got {type(probs).__name__}; a tensor is needed")
-    if probs.shape != of.shape or not probs.is_floating_point():
+    shapes = zip(probs.shape, of.shape, strict=False)
+    alike = probs.dim() == of.dim() and all([holds(a == b) for a, b in shapes])  # noqa: C419  (2.11 traces lists)
+    if not alike or not probs.is_floating_point():
         raise ValueError(
             f"{name}: got {probs.dtype} of shape {tuple(probs.shape)}; floating-point of shape "
             f"{tuple(of.shape)} is needed, one for each place of the map"
@@ -413,7 +430,7 @@ def _count(num_out_tokens: int, routing_map: Tensor, map_type: str) -> int:
             f"num_out_tokens: got {type(num_out_tokens).__name__}; a number of rows is needed: a "
             "shape, which the host knows"
         )
-    if num_out_tokens > 0 or (num_out_tokens == 0 and map_type == "mask"):
+    if holds(num_out_tokens >= 0 if map_type == "mask" else num_out_tokens > 0):
         return num_out_tokens
     if map_type == "mask":
         raise ValueError(

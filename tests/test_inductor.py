@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+import minifloat
 from minifloat import dispatch, inductor
 from minifloat.formats import Cast
+from minifloat.recipe.factories import current_scaling_factory
 
 CASTS = [Cast("fp8_e4m3"), Cast("fp8_e5m2", pow2=True), Cast("fp8_e4m3_1x128", pow2=True)]
 PRODUCERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -116,3 +118,23 @@ def test_both_copies_keep_the_kernel() -> None:
     cast = Cast("fp8_e4m3")
     _, code = compiled(lambda x: dispatch.quantize(F.gelu(x), cast, cast), torch.randn(64, 128))
     assert "ops.minifloat.quantize" in code
+
+
+def test_rows_that_data_decides() -> None:
+    torch._dynamo.reset()
+    layer = minifloat.Linear(16, 16, device="cpu")
+    recipe = minifloat.recipe.CustomRecipe(qfactory=current_scaling_factory)
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        with minifloat.autocast(recipe=recipe):
+            held = x[x[:, 0] > 0]
+            with torch.no_grad():
+                fixed = layer(held)
+            return layer(held) + fixed  # type: ignore[no-any-return]
+
+    compiled = torch.compile(kept, fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for rows in (5, 0, 9):
+            x = torch.randn(9, 16)
+            x[:, 0] = torch.where(torch.arange(9) < rows, 1.0, -1.0)
+            torch.testing.assert_close(compiled(x), kept(x))

@@ -219,6 +219,65 @@ def test_one_graph_for_any_number_of_tokens(backend: str) -> None:
     assert counter.frame_count == 1
 
 
+def _of(x: Tensor, scores: Tensor, rows: str) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """(tokens, scores, mask, number of rows) by what the tokens hold: a graph knows no length."""
+    count: Any = 10
+    if rows == "read":
+        count = int((x.detach()[:, 0] > 0).sum().item())
+    else:
+        keep = x[:, 0] > 0
+        x, scores = x[keep], scores[keep]
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(2, -1).indices, True)
+    return x, scores, mask, 2 * x.shape[0] if rows == "kept" else count
+
+
+def _by_probs(x: Tensor, scores: Tensor, rows: str) -> Tensor:
+    x, scores, mask, count = _of(x, scores, rows)
+    permuted, probs, row_id_map = mf.moe_permute_with_probs(x, scores * mask, mask, count)
+    return mf.moe_unpermute(torch.tanh(permuted) * probs[:, None], row_id_map)
+
+
+def _by_merging(x: Tensor, scores: Tensor, rows: str) -> Tensor:
+    x, scores, mask, count = _of(x, scores, rows)
+    permuted, row_id_map = mf.moe_permute(x, mask, count)
+    return mf.moe_unpermute(torch.tanh(permuted), row_id_map, scores, restore_shape=x.shape)
+
+
+def _by_index(x: Tensor, scores: Tensor, rows: str) -> Tensor:
+    x, scores, _, _ = _of(x, scores, rows)
+    best, chosen = scores.topk(2, -1)
+    permuted, row_id_map = mf.moe_permute(x, chosen, map_type="index")
+    return mf.moe_unpermute(torch.tanh(permuted), row_id_map, best, map_type="index")
+
+
+def _by_chunks(x: Tensor, scores: Tensor, rows: str) -> Tensor:
+    x, scores, _, _ = _of(x, scores, rows)
+    sizes = (torch.arange(2) + x.shape[0]) // 2
+    order = torch.tensor([1, 0])
+    moved, probs = mf.moe_sort_chunks_by_index_with_probs(x, scores[:, 0], sizes, order)
+    return moved * probs[:, None]
+
+
+@pytest.mark.parametrize("rows", ["kept", "read", "fixed"])
+@pytest.mark.parametrize("block", [_by_probs, _by_merging, _by_index, _by_chunks])
+def test_numbers_of_tokens_and_rows_that_a_graph_computes(block: Any, rows: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    settings: Any = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(settings):
+        for tokens, kept in ((9, 5), (9, 0), (12, 12), (9, 1), (0, 0)):
+            x, scores = torch.randn(tokens, 8), torch.rand(tokens, 4)
+            x[:, 0] = torch.where(torch.arange(tokens) < kept, 1.0, -1.0)
+            found = []
+            for fn in (block, compiled):
+                leaves = [t.clone().requires_grad_() for t in (x, scores)]
+                y = fn(*leaves, rows)
+                y.sum().backward()
+                found += [[y, *[t.grad for t in leaves]]]
+            for a, b in zip(*found, strict=True):
+                assert torch.equal(a, b), (tokens, kept)
+
+
 def test_chunks_in_a_graph() -> None:
     torch._dynamo.reset()
     fn = torch.compile(mf.moe_sort_chunks_by_index, backend="aot_eager", fullgraph=True)
@@ -236,7 +295,7 @@ def test_other_counts_than_those_of_the_map_in_a_graph() -> None:
     x, mask = torch.randn(3, 2), torch.ones(3, 4, dtype=torch.bool)
     padded = torch.compile(mf.moe_permute_and_pad_with_probs, backend="aot_eager", fullgraph=True)
     assert padded(x, mask.float(), mask, [3, 3, 3, 3], 4)[0].shape == (16, 2)
-    with pytest.raises(RuntimeError, match="tokens_per_expert: got"):
+    with pytest.raises(RuntimeError, match="tokens_per_expert: routing_map gives"):
         padded(x, mask.float(), mask, [2, 4, 3, 3], 4)
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from .. import apart, ragged
 from ..formats import rup
+from ..inputs import holds, known
 from ..recipe import get_align_size_for_quantization, get_default_recipe
 from ..recipe.autocast import STATE
 from ..tensors.grouped_factories import DimsError
@@ -41,7 +42,7 @@ class _Splits(torch.nn.Module):
     def _padded(self, m_splits: Sequence[int]) -> tuple[list[int], list[int]]:
         """(the splits, the padded splits)."""
         splits = ragged.integers(m_splits, "m_splits")
-        if len(splits) != self.num_gemms or any(m < 0 for m in splits):
+        if len(splits) != self.num_gemms or not holds(min(splits) >= 0):
             raise DimsError(
                 f"m_splits: got {splits}; {self.num_gemms} sizes, none negative, are needed"
             )
@@ -57,7 +58,7 @@ class Fp8Padding(_Splits):
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         splits, padded = self._padded(m_splits)
         _check_rows(inp, splits)
-        if padded == splits:
+        if _same(padded, splits):
             return inp, m_splits
         parts = torch.split(inp, splits)
         rows = [pad(t, (0, 0, 0, p - m)) for t, m, p in zip(parts, splits, padded, strict=True)]
@@ -70,17 +71,22 @@ class Fp8Unpadding(_Splits):
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
         splits, padded = self._padded(m_splits)
         _check_rows(inp, padded)
-        if padded == splits:
+        if _same(padded, splits):
             return inp
         parts = torch.split(inp, padded)
         kept = [t.narrow(0, 0, m) for t, m in zip(parts, splits, strict=True)]
         return apart.joined(torch.cat, kept)
 
 
+def _same(padded: list[int], splits: list[int]) -> bool:
+    pairs = zip(padded, splits, strict=True)
+    return all([known(p == m) for p, m in pairs])  # noqa: C419  (2.11 traces lists)
+
+
 def _check_rows(inp: Any, splits: Sequence[int]) -> None:
     if not isinstance(inp, Tensor):
         raise TypeError(f"inp: got {type(inp).__name__}; a tensor is needed")
-    if inp.dim() != 2 or inp.shape[0] != sum(splits):
+    if inp.dim() != 2 or not holds(inp.shape[0] == sum(splits)):
         raise ValueError(
             f"inp: got shape {tuple(inp.shape)}; the splits {list(splits)} need ({sum(splits)}, "
             "columns)"

@@ -161,6 +161,49 @@ def test_sizes_that_a_graph_computes(sizes: Any) -> None:
         assert graphs[0] <= 2 and graphs[2] == graphs[0]
 
 
+def _one_count(x: torch.Tensor) -> Any:
+    return torch.bincount((x.detach()[:, 0] > 9).long(), minlength=1)  # the graph knows no length
+
+
+def _one_sum(x: torch.Tensor) -> Any:
+    return (x.detach()[:, 0] < 9).sum().reshape(1)
+
+
+def _one_read(x: torch.Tensor) -> Any:
+    return [int((x.detach()[:, 0] < 9).sum().item())]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("module", [{}, SINGLE], ids=["apart", "single"])
+@pytest.mark.parametrize("name", ["none", "delayed", pytest.param("mxfp8", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("sizes", [_one_count, _one_sum, _one_read])
+def test_sizes_that_a_graph_computes_for_one_expert(
+    sizes: Any, name: str, module: dict[str, Any], fused: bool
+) -> None:
+    torch._dynamo.reset()
+    if fused and sizes is _one_read:
+        pytest.skip("an operation takes tensors")
+    recipe = RECIPES[name]() if name in RECIPES else None
+    kind: Any = mf.ops.GroupedLinear if fused else mf.GroupedLinear
+    layer = kind(1, 32, 64, device="cpu", **module)
+    other = duplicate(layer)
+    counter = Counter()
+    compiled = torch.compile(lambda x: other(x, sizes(x)), backend=counter, fullgraph=True)
+    settings: Any = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(settings):
+        for rows in (21, 30, 7):
+            x = torch.randn(rows, 32)
+            found = []
+            for one, call in ((layer, lambda x: layer(x, sizes(x))), (other, compiled)):
+                y = x.clone().requires_grad_()
+                with mf.autocast(enabled=recipe is not None, recipe=recipe):
+                    z = call(y)
+                z.sum().backward()
+                found += [[z, y.grad, *[p.grad for p in one.parameters()]]]
+            compare(*found)
+    assert counter.graphs <= 2
+
+
 def test_wrong_sizes_that_a_graph_computes_are_refused() -> None:
     torch._dynamo.reset()
     layer = make(Case("sizes", module=SINGLE), RECIPES["current"]())

@@ -56,6 +56,37 @@ def test_one_graph() -> None:
     assert torch.equal(through(x), x * 2)
 
 
+def test_splits_that_a_graph_reads() -> None:
+    pads, unpads = mf.Fp8Padding(2, 8), mf.Fp8Unpadding(2, 8)
+
+    def through(x: torch.Tensor) -> torch.Tensor:
+        first = int((x.detach()[:, 0] > 0).sum().item())
+        splits = [first, x.shape[0] - first]
+        padded, _ = pads(x, splits)
+        return unpads(padded * padded, splits)
+
+    def permuted(x: torch.Tensor) -> torch.Tensor:
+        first = x.detach()[:, :1] > 0
+        mask = torch.cat([first, ~first], 1)
+        probs = torch.ones(mask.shape)
+        rows, _, ids, offsets, _ = mf.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 8)
+        return mf.moe_unpermute(rows * rows, ids, pad_offsets=offsets)
+
+    for fn in (through, permuted):
+        compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            for rows, first in ((7, 5), (16, 8), (9, 0), (8, 8)):
+                x = torch.randn(rows, 3)
+                x[:, 0] = torch.where(torch.arange(rows) < first, 1.0, -1.0)
+                expected, got = x.clone().requires_grad_(), x.clone().requires_grad_()
+                y, z = fn(expected), compiled(got)
+                y.sum().backward()
+                z.sum().backward()
+                assert torch.equal(y, z)
+                assert expected.grad is not None and got.grad is not None
+                assert torch.equal(expected.grad, got.grad)
+
+
 @pytest.mark.parametrize("splits", [[5], [5, -1], [5, 6]])
 def test_bad_splits(splits: list[int]) -> None:
     with pytest.raises(ValueError, match="splits"):
