@@ -267,7 +267,7 @@ def check_shards_meet(kind: str, rank: int) -> None:
 
 
 def check_live_scales_meet(rank: int) -> None:
-    """Shards of which each was loaded with live scales of its own go by the smallest from now on."""
+    """Shards that were each loaded with live scales of their own go by the smallest from now on."""
     net = Net("delayed")
     fully_shard(net, mesh=world_mesh())
     shard = local(net.first)
