@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .basic_operation import BasicOperation
-from .fusible import FusibleOperation
+from .fusible import FusibleOperation, hooked
 
 __all__ = ["FusedOperation"]
 
@@ -79,4 +79,9 @@ class FusedOperation(FusibleOperation):
         """Run the operation alone."""
         from .fuser import OperationFuser
 
+        if any([hooked(op) for op in self.basic_ops]):  # noqa: C419  (2.11 traces lists)
+            from .sequential import Sequential
+
+            given = dict(zip(self.basic_ops, basic_op_kwargs or (), strict=False))
+            return Sequential(*self.basic_ops)(input, *extra_inputs, op_kwargs=given)
         return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)

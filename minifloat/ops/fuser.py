@@ -221,11 +221,12 @@ class OperationFuser:
     def _prepare(self, recipe: Any, start: int, stop: int, requires_grad: bool) -> None:
         ops = self._basic_ops[start:stop]
         for i, op in enumerate(ops):
-            if "parametrizations" in op._modules:
+            if "parametrizations" in op._modules or _computes(op):
                 raise NotImplementedError(
                     f"{position(self._basic_ops, start + i)}: it has parametrizations "
-                    "(torch.nn.utils.parametrize), through which an operation passes no gradient; "
-                    "remove them, or use the module of minifloat"
+                    "(torch.nn.utils.parametrize, prune, weight_norm or spectral_norm), through "
+                    "which an operation passes no gradient; remove them, or use the module of "
+                    "minifloat"
                 )
         if not torch.compiler.is_compiling():
             for op in ops:
@@ -323,6 +324,16 @@ class OperationFuser:
                 f"fusion {name}: added {type(made[len(ops)]).__name__} after the last of "
                 f"{len(ops)} operations; a fusion returns the same basic operations"
             )
+
+
+def _computes(op: Any) -> bool:
+    """Whether a hook makes what was a parameter, of `<name>_orig` or of `<name>_g` and `<name>_v`,
+    as torch.nn.utils' do that are older than its parametrizations."""
+    for name in op._parameters:
+        stem, _, end = name.rpartition("_")
+        if end in {"orig", "g"} and stem in op.__dict__:
+            return True
+    return False
 
 
 def _name(function: Any) -> str:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from .styles import settle
 
-__all__ = ["FusibleOperation"]
+__all__ = ["FusibleOperation", "hooked"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class FusibleOperation(nn.Module):
@@ -101,3 +103,12 @@ class FusibleOperation(nn.Module):
     ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
         """(gradient of the input, of each operation's parameters, of its extra inputs)."""
         raise NotImplementedError(f"{type(self).__name__} does not define fuser_backward")
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody's code runs where a module is called: what sees its values, or makes its
+    weight (`torch.nn.utils.prune`, FSDP2). No pipeline calls it."""
+    for name in _HOOKS:  # noqa: SIM110  (2.11 traces loops)
+        if len(getattr(module, name)) > 0:
+            return True
+    return "forward" in module.__dict__

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from .basic_operation import BasicOperation
+from .fused_operation import FusedOperation
 from .fuser import OperationFuser, check_keywords
-from .fusible import FusibleOperation
+from .fusible import FusibleOperation, hooked
 
 __all__ = ["Sequential"]
 
@@ -17,7 +19,8 @@ __all__ = ["Sequential"]
 class Sequential(nn.Module):
     """Modules in a row, from arguments or one dict of them; otherwise a list of modules.
 
-    Consecutive `FusibleOperation`s are one `OperationFuser`, other modules run as they are.
+    Consecutive `FusibleOperation`s are one `OperationFuser`, other modules run as they are, and so
+    does an operation that somebody has hooked into.
     """
 
     def __init__(self, *modules: Any) -> None:
@@ -50,17 +53,7 @@ class Sequential(nn.Module):
             self._regroup()
 
     def _regroup(self) -> None:
-        groups: list[Any] = []
-        for module in self._modules.values():
-            if isinstance(module, FusibleOperation):
-                if not groups or not isinstance(groups[-1], list):
-                    groups.append([])
-                groups[-1].append(module)
-            else:
-                groups.append(module)
-        self._module_groups = [
-            OperationFuser.later(g) if isinstance(g, list) else g for g in groups
-        ]
+        self._module_groups = _grouped(self._modules.values())
 
     # --------------------------------------------------------------------------------------- list
     def _key(self, index: int) -> str:
@@ -155,16 +148,26 @@ class Sequential(nn.Module):
 
         `op_kwargs` are keyword arguments of operations: {BasicOperation, or its index: {...}}.
         """
-        given = self._given({} if op_kwargs is None else op_kwargs)
-        wanted = sum([g.num_extra_inputs for g in self._module_groups if _fused(g)])
+        groups = self._groups()
+        given = self._given({} if op_kwargs is None else op_kwargs, groups)
+        wanted = sum([g.num_extra_inputs for g in groups if _fused(g)])
         if wanted != len(extra_inputs):
             raise ValueError(
                 f"Sequential: extra_inputs: got {len(extra_inputs)}; its operations take {wanted}"
             )
-        made = _run(self._module_groups, input, extra_inputs, given)
+        made = _run(groups, input, extra_inputs, given)
         return made[0] if len(made) == 1 else made
 
-    def _given(self, op_kwargs: dict[Any, dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
+    def _groups(self) -> list[Any]:
+        """What runs in a row: the groups, where hooks call for it taken apart."""
+        for module in self._modules.values():
+            if isinstance(module, FusibleOperation) and (hooked(module) or _hooked_inside(module)):
+                return _apart(self._modules.values())
+        return self._module_groups
+
+    def _given(
+        self, op_kwargs: dict[Any, dict[str, Any]], groups: list[Any]
+    ) -> list[tuple[Any, dict[str, Any]]]:
         """(operation, its keyword arguments)."""
         if not isinstance(op_kwargs, dict):
             raise TypeError(
@@ -179,7 +182,7 @@ class Sequential(nn.Module):
                     f"Sequential: op_kwargs: got the key {key!r}; a BasicOperation of this "
                     "Sequential, or the index of one, is needed"
                 )
-            known = [o for g in self._module_groups if _fused(g) for o in g._basic_ops]
+            known = [o for g in groups if _fused(g) for o in g._basic_ops]
             if not any([op is other for other in known]):  # noqa: C419
                 raise ValueError(
                     f"Sequential: op_kwargs: {type(op).__name__} is no operation of this Sequential"
@@ -187,6 +190,77 @@ class Sequential(nn.Module):
             check_keywords(op, kwargs, type(op).__name__)  # before any of them has run
             made.append((op, kwargs))
         return made
+
+
+class _Called(OperationFuser):
+    """An operation that is called as a module is, for its hooks to run."""
+
+    _module: Any
+
+    def __call__(
+        self,
+        input: Any,  # noqa: A002
+        *extra_inputs: Any,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        if isinstance(self._module, BasicOperation):
+            given = basic_op_kwargs[0] if basic_op_kwargs else {}
+            return self._module(input, *extra_inputs, **given)
+        return self._module(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def _grouped(modules: Iterable[Any], called: bool = False) -> list[Any]:
+    """The modules, consecutive operations as one fuser; with `called`, those that somebody has
+    hooked into by themselves."""
+    groups: list[Any] = []
+    for module in modules:
+        if isinstance(module, FusibleOperation) and not (called and hooked(module)):
+            if not groups or not isinstance(groups[-1], list):
+                groups.append([])
+            groups[-1].append(module)
+        else:
+            groups.append(module)
+    return [_group(g) for g in groups]
+
+
+def _group(found: Any) -> Any:
+    if isinstance(found, list):
+        return OperationFuser.later(found)
+    if not isinstance(found, FusibleOperation):
+        return found
+    made: Any = _Called.later([found])
+    made._module = found
+    return made
+
+
+def _apart(modules: Iterable[Any]) -> list[Any]:
+    """`_grouped`, and an operation whose parts have hooks is those parts."""
+    parts: list[Any] = []
+    for module in modules:
+        if not hooked(module) and _hooked_inside(module):
+            parts.extend(module.basic_ops)
+        else:
+            parts.append(module)
+    groups = _grouped(parts, called=True)
+    for group in groups if not torch.compiler.is_compiling() else ():
+        if _fused(group):
+            _wired(group)
+    return groups
+
+
+def _wired(group: OperationFuser) -> None:
+    """Raise where a channel comes from beyond the pipeline's ends, which are where hooks are."""
+    try:
+        group._get_wiring()
+    except ValueError as error:
+        raise NotImplementedError(
+            "Sequential: an operation of it has hooks, or a forward set on the object, and so runs "
+            f"by itself; channels do not reach past it: {error}; or remove the hooks"
+        ) from None
+
+
+def _hooked_inside(module: Any) -> bool:
+    return isinstance(module, FusedOperation) and any([hooked(op) for op in module.basic_ops])  # noqa: C419
 
 
 def _check(module: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.utils.parametrize
+import torch.nn.utils.prune
 
 import minifloat
 from minifloat import ops
@@ -616,3 +618,18 @@ def test_a_parametrization_is_refused() -> None:
     torch.nn.utils.parametrize.register_parametrization(model[1], "weight", Symmetric())
     with pytest.raises(NotImplementedError, match=r"BasicLinear \(op 1 of 2\): .*parametriz"):
         model(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("by", ["prune", "weight_norm", "spectral_norm"])
+def test_a_weight_that_a_hook_makes_is_refused(by: str) -> None:
+    """So would that of the weight for what it is made of; in a pipeline the hook did not run."""
+    model = ops.Sequential(ops.GELU(), ops.Linear(8, 8, device="cpu"))
+    if by == "prune":
+        torch.nn.utils.prune.random_unstructured(model[1].basic_ops[0], "weight", 0.5)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated
+            getattr(torch.nn.utils, by)(model[1].basic_ops[0])
+    for f in (model, model[1]):
+        with pytest.raises(NotImplementedError, match=rf"BasicLinear \(op 0 of 1\): .*{by}"):
+            f(torch.randn(4, 8))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import minifloat
 from minifloat import ops
 
 from .cases import mlp
@@ -199,3 +200,49 @@ def test_a_norm_that_changed_before_backward_says_which_tensor_did(make: Any) ->
         norm.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match=r"\[torch.FloatTensor \[16\]\] is at version"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_hooks_of_operations_run(compiled: bool) -> None:
+    """They see and change what passes, as those of any module; nothing else is different."""
+    linear, add = ops.Linear(32, 32, device="cpu"), ops.AddExtraInput()
+    model = ops.Sequential(ops.RMSNorm(32, device="cpu"), linear, ops.GELU(), add, ops.GELU())
+    x, more = torch.randn(8, 32, requires_grad=True), torch.randn(8, 32)
+    expected = _trained(model, x, more)
+    seen: list[str] = []
+    handles = [
+        linear.register_forward_hook(lambda *_: seen.append("linear")),
+        linear.basic_ops[1].register_forward_hook(lambda *_: seen.append("bias")),
+        add.register_forward_pre_hook(lambda _, args: (args[0], args[1] * 2.0)),
+    ]
+    if not compiled:
+        handles.append(add.register_full_backward_hook(lambda *_: seen.append("backward")))
+    f = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    found = _trained(f, x, more / 2.0, model)
+    assert seen == ["bias", "linear", *([] if compiled else ["backward"])]
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+    for handle in handles:
+        handle.remove()
+    model(x, more)
+    assert len(seen) == (2 if compiled else 3)  # nobody is there any more
+
+
+def _trained(f: Any, x: torch.Tensor, more: torch.Tensor, model: Any = None) -> list[torch.Tensor]:
+    with minifloat.autocast(recipe=minifloat.recipe.MXFP8BlockScaling()):
+        y = f(x, more)
+    owners = [x, *(f if model is None else model).parameters()]
+    return [y, *torch.autograd.grad(y.square().sum(), owners)]
+
+
+def test_hooks_between_the_ends_of_a_channel_are_refused() -> None:
+    model = ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.GELU(),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+    handle = model[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match=r"Sequential: .*hooks.*'residual'.*remove"):
+        model(torch.ones(4))
+    handle.remove()
+    assert model(torch.zeros(4)).eq(0.0).all()
