@@ -12,8 +12,6 @@ from .styles import settle
 
 __all__ = ["FusibleOperation", "hooked"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 class FusibleOperation(nn.Module):
     """One operation, or several fused into one, with a forward and a backward.
@@ -108,7 +106,10 @@ class FusibleOperation(nn.Module):
 def hooked(module: nn.Module) -> bool:
     """Whether somebody's code runs where a module is called: what sees its values, or makes its
     weight (`torch.nn.utils.prune`, FSDP2). No pipeline calls it."""
-    for name in _HOOKS:  # noqa: SIM110  (2.11 traces loops)
-        if len(getattr(module, name)) > 0:
-            return True
-    return "forward" in module.__dict__
+    return (
+        len(module._forward_hooks) > 0
+        or len(module._forward_pre_hooks) > 0
+        or len(module._backward_hooks) > 0
+        or len(module._backward_pre_hooks) > 0
+        or "forward" in module.__dict__
+    )
