@@ -148,11 +148,11 @@ def _split(func: Any, t: Any, size: Any, dim: int = 0) -> Any:
     if dim % t.dim() != 0:
         return NotImplemented
     n = t.shape[dim]
-    if isinstance(size, int):
-        sizes = [min(size, n - i) for i in range(0, n, size)] if size else []
-        sizes = sizes or [n]
-    else:
+    if isinstance(size, (list, tuple)):
         sizes = list(size)
+    else:  # a number, which a graph may have computed
+        count = int(-(-n // size)) if size else 0
+        sizes = [min(size, n - i * size) for i in range(count)] or [n]
     if len(sizes) == 1 and sizes[0] == n:
         return [t._aliased()]
     out, start = [], 0

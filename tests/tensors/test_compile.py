@@ -196,6 +196,18 @@ def test_symbolic_sizes(kind: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("kind", ["current", "mxfp8", "nvfp4"])
+def test_pieces_of_a_size_that_a_graph_computes(kind: str) -> None:
+    def second(t: Any) -> torch.Tensor:
+        return t.chunk(2)[1].dequantize() * 2
+
+    fn = torch.compile(second, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for rows in (64, 128, 192):
+            t = KINDS[kind]().quantize(values(rows, 48))
+            assert torch.equal(fn(t), second(t))
+
+
 # ---------------------------------------------------------------------------------- inductor
 @pytest.mark.parametrize("kind", ["current", "nvfp4_2d"])
 def test_inductor(kind: str) -> None:
