@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import ragged
 from .formats import Cast
-from .inputs import check_input
+from .inputs import autocast_dtype, check_input
 from .library import define
 from .library import op as _op
 from .library import traced as _traced
@@ -57,10 +57,9 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
 def joined(join: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
     """`join(tensors)`, by `torch.cat` or `torch.stack`, whose place in torch.autocast is to promote
     dtypes: of one that is not its own it knows no promotion, and raises."""
-    device = tensors[0].device.type
-    if tensors[0].is_meta or not torch.is_autocast_enabled(device):
+    if autocast_dtype(tensors[0]) is None:
         return join(tensors)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(tensors[0].device.type, enabled=False):
         return join(tensors)
 
 

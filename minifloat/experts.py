@@ -22,7 +22,7 @@ from .autograd import later
 from .core import grouped
 from .core.linear import Call
 from .inputs import holds
-from .module import HIGH_PLAN, Module
+from .module import Module
 from .parameters import (
     add_gradient,
     default_device,
@@ -32,7 +32,6 @@ from .parameters import (
     make_writable,
     quantized_parameter,
 )
-from .recipe.autocast import STATE
 from .recipe.base import Recipe
 from .recipe.delayed import DelayedState
 from .recipe.plan import Plan, products
@@ -381,8 +380,8 @@ class Experts(Module):
         the bf16 values that hold them exactly, and why: a question of formats, features and
         device, and of no splits."""
         if recipe is None:
-            recipe = self.recipe if STATE.depth == 0 else STATE.recipe
-        plan = HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
+            recipe = self._in_force()
+        plan = self._plan_of(recipe)
         weight = self._weights()[0]
         into = getattr(weight, "main_grad", None) if self._fuses_wgrad() else None
         return rates.choose(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ __all__ = [
     "draw_seed",
     "holds",
     "known",
+    "known_equal",
 ]
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,6 +76,11 @@ def known(condition: bool) -> bool:
     if not torch.compiler.is_compiling():
         return condition
     return torch.fx.experimental.symbolic_shapes.guard_or_false(condition)
+
+
+def known_equal(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether as many sizes are known to be equal, one by one."""
+    return all([known(m == n) for m, n in zip(a, b, strict=True)])  # noqa: C419  (2.11 traces lists)
 
 
 def check_whole(x: Tensor, name: str) -> None:

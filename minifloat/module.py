@@ -151,8 +151,7 @@ class Module(nn.Module):
         """An autocast's recipe, if there is an autocast: it comes before what a layer says."""
         return STATE.recipe if STATE.depth else self.recipe
 
-    def _plan_in_force(self) -> Plan:
-        recipe = self._in_force()
+    def _plan_of(self, recipe: Recipe | None) -> Plan:
         return HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
 
     def _live_quantizers(self, recipe: Recipe, *made: tuple[Any, ...]) -> dict[str, list[Any]]:
@@ -311,11 +310,7 @@ class Module(nn.Module):
         may leave the graph. Of this layer alone: others may run in other threads."""
         if begun.plan.update is None or not (repeated() or STATE.depth == 0):
             return
-        if torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                slots = self.delayed.forward_slots(begun.plan.forward_limits)
-                update(slots, begun.plan.update, begun.group)
-        elif not begun.replays:
+        if torch.compiler.is_compiling() or not begun.replays:
             settle((self.delayed, begun.plan.forward_limits, begun.plan.update, begun.group, None))
 
     # ------------------------------------------------------------------------------ state dict

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from . import library, ragged
 from .autograd import run
 from .formats import cdiv
-from .inputs import holds, known
+from .inputs import holds, known, known_equal
 
 __all__ = [
     "moe_permute",
@@ -261,7 +261,7 @@ def moe_permute_and_pad_with_probs(
     row_id_map = _mask_map(routing_map, sum(counts))
     target = torch.tensor(padded, dtype=torch.int64, device=inp.device)
     offsets = None
-    if not all([known(p == n) for p, n in zip(padded, counts, strict=True)]):  # noqa: C419  (2.11)
+    if not known_equal(padded, counts):
         gaps = [p - n for p, n in zip(padded, counts, strict=True)]
         before = [sum(gaps[:e]) for e in range(len(gaps))]
         offsets = torch.tensor(before, dtype=torch.int64, device=inp.device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import autograd, ragged
 from ..core import grouped
 from ..experts import QUANTIZED, Apart, Experts, Later, Splits, together
+from ..inputs import autocast_dtype
 from ..module import Begun
 from ..parameters import (
     check_leaves,
@@ -278,8 +279,8 @@ class GroupedLinear(Experts, Projection):
 
 def _run(work: Any, call: Any, tensors: tuple[Any, ...], trains: bool) -> Any:
     """The operation, out of reach of torch.autocast, which has had its say."""
-    device = tensors[1].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if autocast_dtype(tensors[1]) is not None:
+        device = tensors[1].device.type
         with torch.autocast(device, enabled=False), torch.set_grad_enabled(trains):
             return autograd.run(work, call, *tensors, shield=device)
     if torch.compiler.is_compiling() and not trains:

@@ -414,7 +414,7 @@ def _refuse(first: Refuser | None, second: Refuser, fc2: Projection, plan: Plan)
     """Raise for what fc1, which `plan` is of, or fc2 would find wrong on its way."""
     if first is not None:
         first(plan)
-    second(fc2._plan_in_force())
+    second(fc2._plan_of(fc2._in_force()))
 
 
 def _activation(name: str, params: dict[str, Any] | None, where: str) -> Any:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from .. import apart, ragged
 from ..formats import rup
-from ..inputs import holds, known
+from ..inputs import holds, known_equal
 from ..recipe import get_align_size_for_quantization, get_default_recipe
 from ..recipe.autocast import STATE
 from ..tensors.grouped_factories import DimsError
@@ -58,7 +58,7 @@ class Fp8Padding(_Splits):
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         splits, padded = self._padded(m_splits)
         _check_rows(inp, splits)
-        if _same(padded, splits):
+        if known_equal(padded, splits):
             return inp, m_splits
         parts = torch.split(inp, splits)
         rows = [pad(t, (0, 0, 0, p - m)) for t, m, p in zip(parts, splits, padded, strict=True)]
@@ -71,16 +71,11 @@ class Fp8Unpadding(_Splits):
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
         splits, padded = self._padded(m_splits)
         _check_rows(inp, padded)
-        if _same(padded, splits):
+        if known_equal(padded, splits):
             return inp
         parts = torch.split(inp, padded)
         kept = [t.narrow(0, 0, m) for t, m in zip(parts, splits, strict=True)]
         return apart.joined(torch.cat, kept)
-
-
-def _same(padded: list[int], splits: list[int]) -> bool:
-    pairs = zip(padded, splits, strict=True)
-    return all([known(p == m) for p, m in pairs])  # noqa: C419  (2.11 traces lists)
 
 
 def _check_rows(inp: Any, splits: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from ..core import collectives
 from ..core.linear import Call
 from ..core.linear import Linear as LinearOp
 from ..formats import Operand
-from ..inputs import INPUT_DTYPES, check_whole, draw_seed
+from ..inputs import INPUT_DTYPES, autocast_dtype, check_whole, draw_seed
 from ..module import HIGH_PLAN, Begun
 from ..parameters import (
     add_gradient,
@@ -357,19 +357,21 @@ class Projection(CachesWeight):
                 f"{self._where()}: inp: it is on {inp.device}, the parameters on {weight.device}; "
                 "move one of them"
             )
-        mixed = not inp.is_meta and torch.is_autocast_enabled(inp.device.type)
-        if inp.dtype != weight.dtype and not mixed:
+        mixed = autocast_dtype(inp)
+        if inp.dtype != weight.dtype and mixed is None:
             raise TypeError(
                 f"{self._where()}: inp: got {inp.dtype}, the parameters {weight.dtype}; convert "
                 "one of them, or run under torch.autocast"
             )
         if weight.dtype not in INPUT_DTYPES and self._in_force() is not None:
-            what = f"the parameters are {weight.dtype}" if mixed else f"inp: got {inp.dtype}"
+            what = f"the parameters are {weight.dtype}"
+            if mixed is None:
+                what = f"inp: got {inp.dtype}"
             raise TypeError(
                 f"{self._where()}: {what}, which no recipe quantizes; make the layer "
                 "and its input fp32, bf16 or fp16, or run it outside autocast"
             )
-        return inp.to(torch.get_autocast_dtype(inp.device.type)) if mixed else inp
+        return inp if mixed is None else inp.to(mixed)
 
     def _check_quantized(self, weight: Any, begun: Begun) -> Any:
         return quantized_weight(weight, begun.plan, self._where())
@@ -516,8 +518,7 @@ class ModeError(ValueError, AssertionError):
 
 def run(links: tuple[Any, ...], inp: Any, params: tuple[Any, ...], trains: bool) -> Any:
     """The chain, as a module runs it: out of reach of torch.autocast, which has had its say."""
-    amp = not inp.is_meta and torch.is_autocast_enabled(inp.device.type)
-    if amp:  # inp is of its dtype: nothing more to cast
+    if autocast_dtype(inp) is not None:  # inp is of its dtype: nothing more to cast
         off = torch.autocast(inp.device.type, enabled=False)
         with off, torch.set_grad_enabled(trains):
             return chain(links, inp, *params, shield=inp.device.type)

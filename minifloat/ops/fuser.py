@@ -329,6 +329,8 @@ class OperationFuser:
 def _computes(op: Any) -> bool:
     """Whether a hook makes what was a parameter, of `<name>_orig` or of `<name>_g` and `<name>_v`,
     as torch.nn.utils' do that are older than its parametrizations."""
+    if len(op._forward_pre_hooks) == 0:
+        return False
     for name in op._parameters:
         stem, _, end = name.rpartition("_")
         if end in {"orig", "g"} and stem in op.__dict__:

@@ -105,7 +105,8 @@ class FusibleOperation(nn.Module):
 
 def hooked(module: nn.Module) -> bool:
     """Whether somebody's code runs where a module is called: what sees its values, or makes its
-    weight (`torch.nn.utils.prune`, FSDP2). No pipeline calls it."""
+    weight (`torch.nn.utils.prune`, FSDP2). What computes its part without calling it leaves that
+    out."""
     return (
         len(module._forward_hooks) > 0
         or len(module._forward_pre_hooks) > 0

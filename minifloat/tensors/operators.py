@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..formats import cdiv
 from .declared import Declared
 from .kept import moved
 from .storage import QuantizedTensorStorage, _infer
@@ -151,7 +152,7 @@ def _split(func: Any, t: Any, size: Any, dim: int = 0) -> Any:
     if isinstance(size, (list, tuple)):
         sizes = list(size)
     else:  # a number, which a graph may have computed
-        count = int(-(-n // size)) if size else 0
+        count = int(cdiv(n, size)) if size else 0
         sizes = [min(size, n - i * size) for i in range(count)] or [n]
     if len(sizes) == 1 and sizes[0] == n:
         return [t._aliased()]

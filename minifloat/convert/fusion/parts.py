@@ -14,6 +14,7 @@ from ...core.linear import Linear as LinearOp
 from ...core.norm import Norm, NormCall
 from ...core.probe import together
 from ...modules import Linear
+from ...ops.fusible import hooked
 from ...recipe.autocast import STATE
 from ...tensors import QuantizedTensorStorage
 from .norms import NormSpec
@@ -22,8 +23,6 @@ __all__ = [
     "Bond", "First", "Reader", "alike", "calibrate", "first_links", "hooked", "matrix",
     "normalized", "part", "plain",
 ]  # fmt: skip
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Reader(Linear):
@@ -38,14 +37,6 @@ class Reader(Linear):
                 f"{self._where()}: it is fused with the norm in front of it and takes its input "
                 "alone; convert it without fuse"
             )
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether somebody watches its calls, and would see other values, or none."""
-    for name in _HOOKS:  # noqa: SIM110  (2.11 traces loops)
-        if len(getattr(module, name)) > 0:
-            return True
-    return "forward" in module.__dict__
 
 
 class Bond:

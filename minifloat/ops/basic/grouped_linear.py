@@ -15,7 +15,6 @@ from ...core.linear import Call
 from ...experts import QUANTIZED, Experts, Later, as_operands, watched
 from ...grouped_gemm import sums
 from ...inputs import draw_seed
-from ...module import HIGH_PLAN
 from ...parameters import default_device
 from ...producer import Producer
 from ...quantizers import Float8Quantizer
@@ -350,7 +349,7 @@ class GroupedLinear(Experts, QuantizedOperation):
 
     def repeats_input(self, recipe: Recipe | None) -> bool:
         """Whether backward can cast its input as forward did, from the input made again."""
-        plan = HIGH_PLAN if recipe is None else recipe.plan(*self._roles(recipe))
+        plan = self._plan_of(recipe)
         if plan.override == "dequantized" or plan.col_from_row[0]:
             return False
         return bool(plan.delayed[0] or plan.requantizes) and not plan.x_col.stochastic
