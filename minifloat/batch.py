@@ -22,7 +22,7 @@ from . import env
 
 __all__ = ["Steps", "build", "compiled", "context", "launch_words", "state"]
 
-LAUNCH, PRODUCT = 0, 1  # as in batch.c
+LAUNCH, PRODUCT, ASIDE = range(3)  # as in batch.c
 PARAMETERS, ADDRESSES = 64, 256
 # Versions of Triton whose kernels end with two addresses of scratch memory.
 KNOWN = ("3.6.", "3.7.")
@@ -140,7 +140,11 @@ def _bound() -> tuple[Any, str]:
         product.cublasLtMatmulDescSetAttribute,
         product.cublasLtMatmul,
     )
-    made.bind(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions))
+    # Both as they were before CUDA 12.3, where edges carry no data.
+    captures = ("cuStreamGetCaptureInfo_v2", "cuStreamUpdateCaptureDependencies")
+    optional = [getattr(driver, name, None) for name in captures]
+    given = (*functions, *optional)
+    made.bind(*(f and ctypes.cast(f, ctypes.c_void_p).value or 0 for f in given))
     return made, "launches and products of a recorded step in one call"
 
 

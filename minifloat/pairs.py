@@ -102,7 +102,8 @@ def _beside(a: Launch, b: Launch, device: torch.device) -> Launch | None:
     many = kernel.n_regs > max(FEW, REGISTERS * max(a.kernel.n_regs, b.kernel.n_regs))
     if many and programs > room:
         return None
-    return Launch(kernel, programs, [Constant(a.programs), *a.args, *b.args])
+    args = [Constant(a.programs), *a.args, *b.args]
+    return Launch(kernel, programs, args, aside=a.aside and b.aside)
 
 
 def _allocated(steps: list[Step], launch: Launch) -> list[int]:

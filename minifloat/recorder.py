@@ -124,8 +124,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.steps.append(Call(func, given, named, makes))
         return made
 
-    def launch(self, kernel: Any, programs: int, args: list[Any], of: Any = None) -> None:
-        """Note a launch that was made; `of` is for `pairs`."""
+    def launch(
+        self, kernel: Any, programs: int, args: list[Any], of: Any = None, aside: bool = False
+    ) -> None:
+        """Note a launch that was made; `of` is for `pairs`, `aside` for CUDA graphs."""
         if kernel is None:
             self.refuse("Triton's interpreter launches nothing")
             return
@@ -139,7 +141,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 given.append(Address(*found))
             else:
                 given.append(Constant(value))
-        self.steps.append(Launch(kernel, programs, given, of))
+        self.steps.append(Launch(kernel, programs, given, of, aside))
 
     def _allocated(self, t: Tensor) -> None:
         name = self._made(t)

@@ -65,6 +65,7 @@ class Launch(NamedTuple):
     programs: int
     args: list[Address | Constant]
     of: Any = None  # what it is an instance of, if that can be launched beside another one
+    aside: bool = False  # it shares no memory with products that were made just before
 
 
 class Call(NamedTuple):

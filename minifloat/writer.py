@@ -240,7 +240,8 @@ class Writer:
         if isinstance(step, Launch):
             args = [(a.region, a.offset) if isinstance(a, Address) else a.value for a in step.args]
             words = batch.launch_words(step.kernel, step.programs, args)
-            return None if words is None else (batch.LAUNCH, words, step.kernel)
+            kind = batch.ASIDE if step.aside else batch.LAUNCH
+            return None if words is None else (kind, words, step.kernel)
         found = cublaslt.of_call(step, self.record.forms, _scratch(i), self.record.unaligned)
         if found is None:
             return None

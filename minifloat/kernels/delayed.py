@@ -98,7 +98,7 @@ def _step(
         at = min(i, n - 1)  # a pointer that no program uses
         args |= {f"s{i}": scales[at], f"a{i}": amaxes[at], f"l{i}": float(limits[at])}
     args["BLOCK"] = triton.next_power_of_2(length)
-    return Launch(step_kernel, columns, args, STEP)
+    return Launch(step_kernel, columns, args, STEP, aside=True)
 
 
 @triton.jit

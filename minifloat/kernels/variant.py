@@ -92,6 +92,8 @@ class Launch(NamedTuple):
     programs: int
     args: Mapping[str, Any]
     config: Config
+    # No product reads or writes its memory: in a CUDA graph it runs beside those just before it.
+    aside: bool = False
 
     @staticmethod
     def of(fn: Any, programs: int, args: Mapping[str, Any], config: Config) -> Launch:
@@ -127,7 +129,7 @@ class Launch(NamedTuple):
         recorder = recording()
         if recorder is not None:
             args = [self.args[n] for n in self.fn.arg_names]
-            recorder.launch(kernel, self.programs, args, self.described())
+            recorder.launch(kernel, self.programs, args, self.described(), self.aside)
 
     def described(self) -> Launch | None:
         """The launch without its memory; None where a tensor begins elsewhere than a `Pointer`."""
