@@ -87,7 +87,7 @@ static int run_product(const word **at, const word *addresses, void *stream) {
    what either wait for, and their last nodes. What is captured behind waits for both, the products
    first: where they were a graph goes on at once, and elsewhere it waits. H200, the ends of two
    steps of scales beside products: a training step took 53.1 us for 55.7; products second, 57.6.
-   (Products beside each other were no faster: 57 to 61 us for 57, 144 for 146.) */
+   (Products beside each other were no faster.) */
 static _Thread_local struct {
     void *stream, *starts[NODES], *ends[2];
     uint64_t capture;
