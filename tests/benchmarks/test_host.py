@@ -31,6 +31,11 @@ def test_stages_are_timed_and_the_library_is_left_as_it_was(
     assert "forward: end of autocast" in capsys.readouterr().out
 
 
+def test_medians_are_of_the_rounds_in_which_a_stage_ran() -> None:
+    rounds = [{"step": 5.0}, {"step": 1.0, "forward": 2.0}, {"step": 3.0, "forward": 4.0}]
+    assert host.medians(rounds) == {"step": 3.0, "forward": 3.0}
+
+
 def test_programs_are_watched_and_put_back() -> None:
     program = writer.Program("def program(given):\n    return [given[0]]\n", {"c0": len}, shared=())
     kind = replays.Recorded(program, -1, None, torch.device("cpu"))
