@@ -113,9 +113,12 @@ def contraction_kernel(
     """CHUNK neighbouring tiles of a row of `out[e, N, K]`, of `a[N, T]` and `b[K, T]`.
 
     Members go by size, the largest first, and begin at multiples of 128 tokens, with zeros up to
-    the next; one without any has a step of zeros. EVEN: N and K are in whole tiles. (Not to load
-    the zeros was slower: 348 us for 344 on Zipf's splits of 64 x 512 rows. Half steps for small
-    members whose last step is half empty were no faster: 335 for 335.)
+    the next; one without any has a step of zeros. EVEN: N and K are in whole tiles.
+
+    What was no faster, H200, us on Zipf's splits of 64 x 512 rows, 2048 -> 2048: not to load the
+    zeros, 348 for 344; half steps for small members whose last step is half empty, 335 for 335;
+    one program for each multiprocessor, with every 132nd tile, 348 for 336 (on equal splits 319
+    for 308); two programs on each, of 128 x 128 tiles, 378 for 337 (303 for 311).
     """
     n_n, n_k = tl.cdiv(N, BM), tl.cdiv(K, BN)
     n_c = tl.cdiv(n_k, CHUNK)
