@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import shutil
 import struct
 import sys
-import sysconfig
 from enum import IntEnum
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,148 +18,15 @@ from minifloat import batch, cublaslt, env, fastest, programs, writer
 from minifloat.formats import Cast, Operand
 from minifloat.recorder import Recorder
 from minifloat.steps import Call, Constant, Piece, Record
-from minifloat.writer import Program
+
+from .driver import CONTEXT, CUDA, VOID, Device, built, kernel, record, stand_in
 
 pytest.importorskip("triton")
-VOID, INT, UINT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
-CUDA = torch.device("cuda", 0)
-CONTEXT = 77
-
-
-def built() -> Any:
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not (shutil.which("gcc") or shutil.which("clang")) or not headers.exists():
-        pytest.skip("nothing compiles C against Python here")
-    return batch.build()
-
-
-class Device:
-    """Stands for the CUDA driver and for cuBLASLt."""
-
-    def __init__(self, module: Any) -> None:
-        self.seen: list[Any] = []
-        self.context = 0
-        self.status = 0
-        self.parameters: list[str] = []  # types of the next launch's
-        self.work: Any = None  # what the next launch does with its parameters
-        self.capture: dict[int, int] = {}  # what is captured, by stream
-        self.tips: dict[int, list[int]] = {}  # by stream: what its next node waits for
-        self.graph: dict[int, list[int]] = {}  # what each node waits for
-        self.more: dict[int, int] = {}
-        self.refuses: list[int] = []  # what the next updates of dependencies return
-        self.updates = 0
-        self._held: Any = None
-        functions = (
-            ctypes.CFUNCTYPE(INT, VOID, *(UINT,) * 7, VOID, VOID, VOID)(self.launch),
-            ctypes.CFUNCTYPE(INT, VOID)(self.get_context),
-            ctypes.CFUNCTYPE(INT, VOID)(self.set_context),
-            ctypes.CFUNCTYPE(INT, VOID, INT, VOID, SIZE)(self.set_attribute),
-            ctypes.CFUNCTYPE(INT, *(VOID,) * 14, SIZE, VOID)(self.multiply),
-            ctypes.CFUNCTYPE(INT, *(VOID,) * 6)(self.get_capture),
-            ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), SIZE, UINT)(self.set_dependencies),
-        )
-        self.functions = functions  # held: C calls them
-        module.bind(*(ctypes.cast(f, VOID).value for f in functions))
-
-    def launch(self, function: int, *rest: Any) -> int:
-        *grid, shared, stream, parameters, extra = rest
-        found = ctypes.cast(parameters, ctypes.POINTER(VOID))
-        values = [
-            struct.unpack(f"<{kind}", ctypes.string_at(found[i], struct.calcsize(kind)))[0]
-            for i, kind in enumerate(self.parameters)
-        ]
-        self.seen.append((function, *grid, shared, stream, values))
-        self.node(function, stream)
-        if self.work is not None:
-            self.work(*values)
-        return self.status
-
-    def get_context(self, where: int) -> int:
-        ctypes.cast(where, ctypes.POINTER(VOID))[0] = self.context
-        return 0
-
-    def set_context(self, context: int) -> int:
-        self.seen.append(("context", context))
-        self.context = context
-        return 0
-
-    def set_attribute(self, descriptor: int, attribute: int, value: int, size: int) -> int:
-        address = ctypes.cast(value, ctypes.POINTER(ctypes.c_uint64))[0]
-        self.seen.append((descriptor, attribute, address, size))
-        return self.status
-
-    def multiply(self, *args: Any) -> int:
-        one, zero = (ctypes.cast(args[i], ctypes.POINTER(ctypes.c_float))[0] for i in (2, 7))
-        self.seen.append((*args[:2], one, *args[3:7], zero, *args[8:]))
-        self.node(args[1], args[15])
-        return self.status
-
-    # ---------------------------------------------------------------------------- captures
-    def node(self, name: int, stream: int) -> None:
-        if stream in self.capture:
-            self.graph[name] = self.tips.get(stream, [])
-            self.tips[stream] = [name, *([self.more[name]] if name in self.more else [])]
-
-    def get_capture(
-        self, stream: int, status: int, capture: int, graph: int, nodes: int, count: int
-    ) -> int:
-        if stream not in self.capture:
-            ctypes.cast(status, ctypes.POINTER(INT))[0] = 0
-            return 0
-        tips = self.tips.get(stream, [])
-        self._held = (VOID * max(1, len(tips)))(*tips)
-        ctypes.cast(status, ctypes.POINTER(INT))[0] = 1
-        ctypes.cast(capture, ctypes.POINTER(ctypes.c_uint64))[0] = self.capture[stream]
-        ctypes.cast(nodes, ctypes.POINTER(VOID))[0] = ctypes.addressof(self._held)
-        ctypes.cast(count, ctypes.POINTER(SIZE))[0] = len(tips)
-        return 0
-
-    def set_dependencies(self, stream: int, nodes: Any, count: int, flags: int) -> int:
-        self.updates += 1
-        status = self.refuses.pop(0) if self.refuses else 0
-        if status:
-            return status
-        found = [nodes[i] for i in range(count)]
-        assert all(found)
-        self.tips[stream] = found if flags == 1 else [*self.tips[stream], *found]
-        return 0
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    module = built()
-    made = Device(module)
-    monkeypatch.setattr(batch, "compiled", lambda: module)
-    monkeypatch.setattr(batch, "context", lambda: CONTEXT)
-    monkeypatch.setattr(writer, "_stream", lambda index: 5)
-    monkeypatch.setattr(writer, "_allocate", allocate)
-    return made
-
-
-def allocate(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype)
-
-
-def kernel(name: int, *kinds: str, **metadata: Any) -> Any:
-    """What Triton returns from a launch."""
-    signature = {f"a{i}": kind for i, kind in enumerate(kinds)}
-    own = {"num_warps": 4, "shared": 32, "num_ctas": 1, **metadata}
-    return SimpleNamespace(
-        function=name,
-        src=SimpleNamespace(signature=signature),
-        metadata=SimpleNamespace(**own),
-        packed_metadata="m",
-        run=None,
-    )
-
-
-def record(work: Any, *inputs: torch.Tensor, consume: bool = False) -> Program:
-    watching = Recorder(inputs)
-    with watching:
-        made = work(watching)
-    program = watching.program(made, CUDA, consume=consume)
-    assert program is not None, watching.why
-    return program
+    return stand_in(monkeypatch)
 
 
 def test_a_launch_gets_addresses_numbers_and_two_empty_ones(device: Device) -> None:
@@ -307,155 +171,6 @@ def test_an_error_names_the_step_and_who_returned_it(device: Device) -> None:
         program.run((x,))
     with pytest.raises(TypeError, match="run"):
         batch.compiled().run("plan")
-
-
-CAST, NEXT, FIRST, SECOND, STEP, OTHER = range(101, 107)
-KINDS = {FIRST: batch.PRODUCT, SECOND: batch.PRODUCT, STEP: batch.ASIDE, OTHER: batch.ASIDE}
-STREAM = 5
-
-
-def capture(device: Device, *batches: tuple[int, ...], stream: int = STREAM) -> None:
-    """Capture batches of these nodes."""
-    for names in batches:
-        steps = batch.Steps()
-        for name in names:
-            kind = KINDS.get(name, batch.LAUNCH)
-            words: list[Any] | None = [1, name, 0, 0, 0, 0, 0, 0, *[(0,)] * 4, 0]
-            if kind != batch.PRODUCT:
-                words = batch.launch_words(kernel(name, "i32"), 1, [3])
-            assert words is not None
-            steps.add(kind, words)
-        batch.compiled().run(steps.plan, CONTEXT, stream)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_graph_runs_a_launch_aside_beside_products(device: Device, apart: bool) -> None:
-    """In a batch of their own or in theirs; what comes next waits for both, products first."""
-    device.capture[STREAM] = 9
-    products = (CAST, FIRST, SECOND)
-    if apart:
-        capture(device, products, (STEP,), (NEXT,))
-    else:
-        capture(device, (*products, STEP), (NEXT,))
-    assert device.graph == {CAST: [], FIRST: [CAST], SECOND: [FIRST], STEP: [CAST],
-                            NEXT: [SECOND, STEP]}  # fmt: skip
-
-
-def test_launches_aside_wait_for_each_other(device: Device) -> None:
-    device.capture[STREAM] = 9
-    capture(device, (CAST, FIRST), (STEP, OTHER, NEXT))
-    assert device.graph == {CAST: [], FIRST: [CAST], STEP: [CAST], OTHER: [STEP],
-                            NEXT: [FIRST, OTHER]}  # fmt: skip
-
-
-def test_a_product_behind_a_launch_aside_waits_for_both(device: Device) -> None:
-    device.capture[STREAM] = 9
-    capture(device, (CAST, FIRST, STEP, SECOND, OTHER, NEXT))
-    both = [FIRST, STEP]
-    assert device.graph == {CAST: [], FIRST: [CAST], STEP: [CAST], SECOND: both, OTHER: both,
-                            NEXT: [SECOND, OTHER]}  # fmt: skip
-
-
-def test_products_of_other_batches_are_waited_for(device: Device) -> None:
-    device.capture[STREAM] = 9
-    capture(device, (CAST, FIRST), (SECOND, STEP))
-    assert (device.graph[SECOND], device.graph[STEP]) == ([FIRST], [FIRST])
-
-
-def test_a_launch_aside_waits_for_all_else(device: Device) -> None:
-    """For what is captured behind the products, by others too; and where they began a graph."""
-    device.capture[STREAM] = 9
-    capture(device, (CAST, FIRST, NEXT), (STEP,))
-    assert device.graph[STEP] == [NEXT]
-    capture(device, (CAST, FIRST))
-    device.node(55, STREAM)
-    capture(device, (STEP,))
-    assert device.graph[STEP] == [55]
-    capture(device, (CAST, FIRST, NEXT, STEP))
-    assert device.graph[STEP] == [NEXT]
-    device.tips.clear()
-    capture(device, (FIRST, STEP))
-    assert device.graph[STEP] == [FIRST]
-
-
-def test_a_launch_aside_waits_for_products_of_other_captures(device: Device) -> None:
-    device.capture |= {STREAM: 9, 6: 9}
-    capture(device, (CAST, FIRST))
-    device.capture[STREAM] = 10
-    capture(device, (STEP,))
-    assert device.graph[STEP] == [FIRST]
-    capture(device, (CAST, FIRST))
-    device.tips[6] = [FIRST]
-    capture(device, (STEP,), stream=6)
-    assert device.graph[STEP] == [FIRST]
-
-
-def test_what_waits_for_much_waits_for_products_too(device: Device) -> None:
-    """For more nodes than are looked at."""
-    device.capture[STREAM] = 9
-    device.tips[STREAM] = list(range(1, 9))
-    capture(device, (FIRST, STEP))
-    assert device.graph == dict.fromkeys((FIRST, STEP), list(range(1, 9)))
-    device.tips[STREAM] = list(range(1, 10))
-    capture(device, (FIRST, STEP))
-    assert device.graph == {FIRST: list(range(1, 10)), STEP: [FIRST]}
-
-
-def test_a_graph_that_loses_what_it_waits_for_is_an_error(device: Device) -> None:
-    device.capture[STREAM] = 9
-    for names in ((CAST, FIRST, STEP), (CAST, FIRST, STEP, SECOND)):
-        device.refuses = [0, 9]
-        with pytest.raises(RuntimeError, match="the CUDA driver returned 9"):
-            capture(device, names)
-    device.refuses = [9]
-    with pytest.raises(RuntimeError, match="the CUDA driver returned 9"):
-        capture(device, (CAST, FIRST, STEP))
-
-
-def test_where_a_step_is_several_nodes_all_are_waited_for(device: Device) -> None:
-    device.capture[STREAM] = 9
-    device.more = {STEP: 77}  # a node that is captured along with it
-    capture(device, (CAST, FIRST, STEP, NEXT))
-    assert device.graph[NEXT] == [STEP, 77, FIRST]
-    device.more = {FIRST: 78}
-    capture(device, (CAST, FIRST, STEP))
-    assert device.graph[STEP] == [FIRST, 78]
-
-
-def test_outside_of_a_capture_steps_run_one_by_one(device: Device) -> None:
-    capture(device, (CAST, FIRST, SECOND, STEP))
-    assert device.graph == {} and device.updates == 0
-    assert [call[0] for call in device.seen if len(call) == 10] == [CAST, STEP]
-    assert [call[1] for call in device.seen if len(call) > 10] == [FIRST, SECOND]
-
-
-def test_a_driver_that_cannot_tell_captures_has_none(device: Device) -> None:
-    given = [ctypes.cast(f, VOID).value for f in device.functions]
-    batch.compiled().bind(*given[:5], 0, 0)
-    device.capture[STREAM] = 9
-    capture(device, (CAST, FIRST, STEP))
-    assert device.graph == {CAST: [], FIRST: [CAST], STEP: [FIRST]}
-
-
-def test_the_end_of_a_step_is_written_down_as_a_launch_aside(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def work(watching: Recorder) -> list[torch.Tensor]:
-        out = torch.empty(4)
-        for aside in (False, True):
-            watching.launch(kernel(1, "*fp32"), 1, [out], aside=aside)
-        return [out]
-
-    found: list[int] = []
-    add = batch.Steps.add
-
-    def seen(steps: batch.Steps, kind: int, words: list[Any]) -> None:
-        found.append(kind)
-        add(steps, kind, words)
-
-    monkeypatch.setattr(batch.Steps, "add", seen)
-    record(work, torch.randn(4))
-    assert found == [batch.LAUNCH, batch.ASIDE]
 
 
 class Colour(IntEnum):

@@ -18,7 +18,8 @@ from minifloat.recorder import Recorder
 from minifloat.steps import Call, Constant, Piece
 from minifloat.writer import Program
 
-from .test_batch import CONTEXT, CUDA, INT, SIZE, VOID, Library, allocate, built
+from .driver import CONTEXT, CUDA, INT, SIZE, VOID, allocate, built
+from .test_batch import Library
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -100,7 +101,7 @@ def gemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gemm]:
         ctypes.CFUNCTYPE(INT, VOID, INT, VOID, SIZE)(made.set_attribute),
         ctypes.CFUNCTYPE(INT, *(VOID,) * 14, SIZE, VOID)(made.multiply),
     )
-    module.bind(*(ctypes.cast(f, VOID).value for f in functions))
+    module.bind(*(ctypes.cast(f, VOID).value for f in functions), 0, 0)
     monkeypatch.setattr(batch, "compiled", lambda: module)
     monkeypatch.setattr(batch, "context", lambda: CONTEXT)
     monkeypatch.setattr(writer, "_stream", lambda index: 5)
