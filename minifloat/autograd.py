@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 
 from . import replays
+from .tensors.wrapper import Wrapper
 
 __all__ = ["chain", "later", "run"]
 
@@ -87,6 +89,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, work: Any, data: Any, shield: str, *tensors: Any) -> Any:
+        apart = None
         if torch.compiler.is_compiling():
             _refuse_transforms()
             outputs, saved, note = work.forward(data, tensors)
@@ -95,8 +98,10 @@ class _Run(torch.autograd.Function):
                 outputs = tuple([t.detach() for t in outputs]) if many else outputs.detach()
         else:
             outputs, saved, note = replays.forward(work, data, tensors)
+            if _top_saved_tensors_default_hooks(True) is not None:
+                saved, apart = _taken_apart(saved)
         ctx.save_for_backward(*saved)
-        ctx.work, ctx.data, ctx.note, ctx.shield = work, data, note, shield
+        ctx.work, ctx.data, ctx.note, ctx.shield, ctx.apart = work, data, note, shield, apart
         return outputs
 
     @staticmethod
@@ -114,9 +119,9 @@ def _of_graph(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(note, replays.Note):
         note = note.note
     if not ctx.shield:
-        return work.backward(data, note, list(ctx.saved_tensors), grads)  # type: ignore[no-any-return]
+        return work.backward(data, note, _joined(ctx, ctx.saved_tensors), grads)  # type: ignore[no-any-return]
     with torch.autocast(ctx.shield, enabled=False):
-        return work.backward(data, note, list(ctx.saved_tensors), grads)  # type: ignore[no-any-return]
+        return work.backward(data, note, _joined(ctx, ctx.saved_tensors), grads)  # type: ignore[no-any-return]
 
 
 def _shielded(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -155,14 +160,46 @@ def _saved(ctx: Any) -> list[Any]:
     if kept is None:
         held = ctx.saved_tensors
         if not keeps:
-            return list(held)
+            return _joined(ctx, held)
         versions = _versions(held)
     else:
         held, versions = kept
         _check_versions(held, versions)
     if keeps:
         ctx.kept = (held, versions)
-    return list(held)
+    return _joined(ctx, held)
+
+
+def _taken_apart(saved: list[Any]) -> tuple[list[Any], list[Any]]:
+    """(tensors to save, what joins those of a quantized one, or None, for each of `saved`): a hook
+    that packs what is saved into memory of its own would keep the values of a quantized one."""
+    flat: list[Any] = []
+    apart: list[Any] = []
+    for t in saved:
+        if not isinstance(t, Wrapper):
+            flat.append(t)
+            apart.append(None)
+            continue
+        names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
+        flat.extend([getattr(t, name) for name in names])
+        apart.append((type(t), names, context, t.shape, t.stride()))  # type: ignore[attr-defined]
+    return flat, apart
+
+
+def _joined(ctx: Any, held: tuple[Any, ...]) -> list[Any]:
+    """What forward saved, of what there is of it."""
+    if ctx.apart is None:
+        return list(held)
+    rest = iter(held)
+    made: list[Any] = []
+    for of in ctx.apart:
+        if of is None:
+            made.append(next(rest))
+            continue
+        cls, names, context, shape, stride = of
+        inner = {name: next(rest) for name in names}
+        made.append(cls.__tensor_unflatten__(inner, context, shape, stride))
+    return made
 
 
 def _versions(held: tuple[Any, ...]) -> list[int]:
@@ -182,7 +219,7 @@ def _check_versions(held: tuple[Any, ...], versions: list[int]) -> None:
 
 # Where a graph breaks inside the work, these run as they are: Dynamo would start a graph in each
 # frame, and looks at an argument like `ctx` by reading its saved tensors, which clears them.
-_OWN = (_of_graph, _shielded, _backward, _saved, _versions, _check_versions)
+_OWN = (_of_graph, _shielded, _backward, _saved, _joined, _versions, _check_versions)
 _SKIPPED = (_Run.forward, _Run.backward, *_OWN)
 for _function in (*_SKIPPED, replays.forward, replays.backward):
     eval_frame.set_code_exec_strategy(

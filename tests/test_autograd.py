@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -36,3 +37,30 @@ def test_no_forward_mode(kind: str, recipe: Any, grads: bool) -> None:
         assert layer(x).shape == x.shape
         with pytest.raises(RuntimeError, match=r"nor in forward-mode.*torch\.autograd"):
             layer(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_hook_that_keeps_values_of_what_is_saved(kind: str, recipe: Any, retain: bool) -> None:
+    """As `save_on_cpu(pin_memory=True)`: of a quantized weight they were cast a second time."""
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty(t.shape, dtype=t.dtype).copy_(t)
+
+    found = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    for packing in (contextlib.nullcontext(), hooks):
+        torch.manual_seed(0)
+        with torch.device("cpu"), minifloat.quantized_model_init(recipe=recipe):
+            layer = LAYERS[kind]()
+        x = (torch.randn(64, 32) * torch.randn(32).exp()).requires_grad_()
+        with minifloat.autocast(recipe=recipe), packing:
+            y = layer(x)
+        dy = torch.randn(64, 32)
+        if retain:
+            y.backward(dy, retain_graph=True)
+        y.backward(dy)
+        found.append([x.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

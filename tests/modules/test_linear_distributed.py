@@ -206,6 +206,19 @@ def check_amax_of_nested_groups(rank: int) -> None:
     assert second.delayed.history_backward.max() == 1.0 + rank
 
 
+def check_ddp(reduces: bool, rank: int) -> None:
+    """Without DDP's writes to buffers, amaxes of two forwards in one autocast are of all ranks."""
+    recipe = recipes.DelayedScaling(reduce_amax=reduces)
+    layer = minifloat.Linear(8, 8, bias=False, device="cpu")
+    replica = torch.nn.parallel.DistributedDataParallel(layer, broadcast_buffers=False)
+    with minifloat.autocast(recipe=recipe):
+        y = [replica(torch.full((4, 8), value)) for value in (3.0 + rank, 1.0)]
+    assert layer.delayed.history_forward[:, 0].max() == (4.0 if reduces else 3.0 + rank)
+    torch.stack(y).sum().backward()
+    expected = torch.full((8, 8), 4 * (3.5 + 1.0))
+    assert layer.weight.grad is not None and torch.equal(layer.weight.grad, expected)
+
+
 def check_layers_reduce_together(rank: int) -> None:
     """One collective for all layers of an autocast, however their steps are made."""
     recipe = recipes.DelayedScaling()
@@ -446,6 +459,7 @@ CHECKS: world.Checks = {
         for group, reduces, inside, compiled in AMAX
     },
     "amax_nested": check_amax_of_nested_groups,
+    **{f"ddp_{reduces}": partial(check_ddp, reduces) for reduces in (True, False)},
     "amax_together": check_layers_reduce_together,
     "amax_devices": check_layers_on_two_devices,
     **{
@@ -481,6 +495,7 @@ QUICK_NAMES = {
     "compiled_column_sequence_delayed", "compiled_row_mxfp8", "compiled_row_sequence_nvfp4",
     "attributes_column_False", "attributes_row_True", "bias_once", "amax_both",
     "amax_world_compiled", "amax_world_unreduced", "amax_nested", "amax_together", "amax_devices",
+    "ddp_True", "ddp_False",
     "quantized_input_column_True_current", "fp8_grad_delayed_True", "checkpoint_row_True_delayed",
     "groups", "rows",
 }  # fmt: skip
