@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +16,23 @@ from .train.options import add_arguments
 __all__ = ["main"]
 
 
+# A shell's status of what SIGPIPE ended, whatever the system.
+PIPE_CLOSED = 128 + 13
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    """The status of a command; one whose reader has gone, as of `| head`, ends without a word."""
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Python flushes once more as it ends, and would tell of the same error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="minifloat", description="Low-precision training tools.")
     parser.add_argument("--version", action="version", version=f"minifloat {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -48,3 +49,17 @@ def test_an_unknown_command_is_refused(capsys):
         main(["fly"])
     assert stop.value.code == 2
     assert "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["doctor", "--device", "cpu"], ["bench", "--list"]])
+def test_a_reader_that_has_gone_ends_a_command_quietly(command):
+    """As of `minifloat bench --list | head -1`: it was a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "minifloat", *command], stdout=write, stderr=subprocess.PIPE
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")

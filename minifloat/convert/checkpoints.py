@@ -219,9 +219,10 @@ def convert_state_dict(state: Any, path: str = "") -> tuple[Any, int]:
 def convert_checkpoint(source: str | Path, target: str | Path) -> int:
     """Read `source`, write it to `target` in the same format, converted; how many entries were.
 
-    A file of `torch.save` or of safetensors. `target` appears whole or not at all.
+    A file of `torch.save` or of safetensors. `target` appears whole or not at all; where it is a
+    link, what it leads to.
     """
-    source, target = Path(source), Path(target)
+    source, target = Path(source), Path(os.path.realpath(target))
     if source.is_dir():
         raise ValueError("it is a folder; a file of torch.save or safetensors is needed")
     if _is_safetensors(source):
@@ -249,8 +250,14 @@ def _read_torch(source: Path) -> Any:
 
 
 def _replace(target: Path, write: Callable[[str], None]) -> None:
-    if target.is_dir() or not target.parent.is_dir():
-        what = "it is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+    what = None
+    if target.is_dir():
+        what = "it is a folder"
+    elif target.exists() and not target.is_file():
+        what = "it is a device or a pipe, which a file would replace"
+    elif not target.parent.is_dir():
+        what = f"there is no folder {target.parent}"
+    if what is not None:
         raise ValueError(f"cannot be written to {target}: {what}")
     handle, path = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)

@@ -107,10 +107,10 @@ class QuantizedTensor(Wrapper, GatheredTensor, QuantizedTensorStorage, Tensor):
 
     def view(self, *shape: Any) -> Any:
         """A view that stays quantized if it is flat or keeps the last dim; else, with a warning, a
-        view of the dequantized values."""
+        view of the dequantized values, which cannot be written."""
         size = _as_size(shape)
         if len(size) == 1 and isinstance(size[0], torch.dtype):
-            return self.dequantize().view(size[0])
+            return self._values().view(size[0])
         size = _infer(size, self.numel())
         if len(size) != 1 and not self._viewable(size):
             warnings.warn(
@@ -118,8 +118,12 @@ class QuantizedTensor(Wrapper, GatheredTensor, QuantizedTensorStorage, Tensor):
                 "taken of the dequantized values; dequantize() first to silence this",
                 stacklevel=2,
             )
-            return self.dequantize().view(size)
+            return self._values().view(size)
         return Tensor.view(self, size)
+
+    def _values(self) -> Tensor:
+        """The values as a view of this tensor: differentiable, and read-only."""
+        return self.unsqueeze(0).squeeze(0)
 
     def reshape(self, *shape: Any) -> Any:
         """A view that stays quantized, or a UsageError."""

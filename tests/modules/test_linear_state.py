@@ -552,6 +552,20 @@ def test_in_place(tmp_path: Any) -> None:
     assert convert_checkpoint(path, path) == 0
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Any) -> None:
+    """A device or a pipe, /dev/stdout too, was gone afterwards, and so was a link."""
+    source, pipe, link = tmp_path / "in.pt", tmp_path / "pipe", tmp_path / "latest.pt"
+    torch.save({"_extra_state": payload(delayed_state())}, source)
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="pipe: it is a device or a pipe"):
+        convert_checkpoint(source, pipe)
+    assert pipe.is_fifo()
+    link.symlink_to(source)
+    assert convert_checkpoint(link, link) == 1
+    assert link.is_symlink() and set(torch.load(source, weights_only=True)) == DELAYED
+
+
 def test_it_trains_on() -> None:
     """The slots mean the same: one step with the converted state, and with ours."""
     ours, other = used(), layer()

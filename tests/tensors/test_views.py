@@ -15,7 +15,7 @@ import minifloat
 from minifloat.quantizers import UsageError
 from minifloat.tensors.views import ValuesView
 
-from .cases import KINDS, assert_same, quantized
+from .cases import BLOCKED, KINDS, assert_same, quantized
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "t": lambda a: a.t(),
@@ -46,6 +46,21 @@ def test_a_view_of_the_values_is_not_written(kind: str) -> None:
                 write(view(t))
         view(t).clone().zero_()  # a copy is the caller's
         assert_same(t, same), name
+
+
+@pytest.mark.filterwarnings("ignore:.*moves elements between blocks")
+@pytest.mark.parametrize("kind", BLOCKED)
+def test_nor_is_a_view_that_moves_elements_between_blocks(kind: str) -> None:
+    """What was written to it was lost, without an error."""
+    t, same = quantized(kind), quantized(kind)
+    assert torch.equal(t.view(48, 64) + 0, t.dequantize().view(48, 64))
+    for view in (t.view(48, 64), t.view(torch.int32)):
+        with pytest.raises(UsageError, match=f"view of a {type(t).__name__}'s values, which"):
+            view.zero_()
+    assert_same(t, same)
+    x = t.detach().requires_grad_()
+    x.view(48, 64)[0].sum().backward()
+    assert x.grad.sum() == 64
 
 
 @pytest.mark.parametrize("write", [lambda a: a.t().zero_(), lambda a: a[3:5].zero_()])
