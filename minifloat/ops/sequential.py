@@ -176,7 +176,9 @@ class Sequential(nn.Module):
             )
         made = []
         for key, kwargs in op_kwargs.items():
-            op = self[key] if isinstance(key, int) else key
+            op = key
+            if isinstance(key, int):
+                op = self[key] if -len(self) <= key < len(self) else None
             if not isinstance(op, BasicOperation):
                 raise ValueError(
                     f"Sequential: op_kwargs: got the key {key!r}; a BasicOperation of this "

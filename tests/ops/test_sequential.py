@@ -71,7 +71,7 @@ def test_extra_tensors_across_groups() -> None:
 
 def test_op_kwargs_are_checked() -> None:
     model = ops.Sequential(nn.Identity(), ops.GELU())
-    for key in (0, nn.Identity(), "gelu"):
+    for key in (0, nn.Identity(), "gelu", 9, -9):
         with pytest.raises(ValueError, match="op_kwargs: got the key"):
             model(torch.ones(2), op_kwargs={key: {}})
     with pytest.raises(ValueError, match="GELU is no operation of this Sequential"):
