@@ -216,25 +216,31 @@ def convert_state_dict(state: Any, path: str = "") -> tuple[Any, int]:
     return out, count
 
 
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")  # as files of torch.save are named
+
+
 def convert_checkpoint(source: str | Path, target: str | Path) -> int:
     """Read `source`, write it to `target` in the same format, converted; how many entries were.
 
     A file of `torch.save` or of safetensors. `target` appears whole or not at all; where it is a
     link, what it leads to.
     """
-    source, target = Path(source), Path(os.path.realpath(target))
+    source, name = Path(source), Path(target)
+    target = Path(os.path.realpath(target))
     if source.is_dir():
         raise ValueError("it is a folder; a file of torch.save or safetensors is needed")
-    if _is_safetensors(source):
+    safe = _is_safetensors(source)
+    if name.suffix in (_TORCH if safe else (".safetensors",)):
+        what = "safetensors" if safe else "torch.save"
+        raise ValueError(
+            f"cannot be written to {name}: it is a file of {what}, and is written as one; "
+            "give it a name that says so"
+        )
+    if safe:
         tensors, metadata = _read_safetensors(source)
         made, count = convert_state_dict(tensors)
         _replace(target, lambda path: _write_safetensors(path, made, metadata))
         return count
-    if target.suffix == ".safetensors":
-        raise ValueError(
-            f"cannot be written to {target}: it is a file of torch.save, and is written as one; "
-            "give it a name that says so"
-        )
     made, count = convert_state_dict(_read_torch(source))
     _replace(target, lambda path: torch.save(made, path))
     return count

@@ -536,6 +536,9 @@ def test_a_safetensors_file_is_converted(tmp_path: Any) -> None:
     state = delayed_state()
     tensors = {**layer().state_dict(), "_extra_state": with_recipe(state, "uint8")}
     save_file(tensors, tmp_path / "a.safetensors", metadata={"who": "me"})
+    with pytest.raises(ValueError, match=r"b\.pt: it is a file of safetensors"):
+        convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.pt")
+    assert not (tmp_path / "b.pt").exists()
     convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     ours = layer()
     ours.load_state_dict(load_file(tmp_path / "b.safetensors"), strict=True)
