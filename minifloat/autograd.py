@@ -172,7 +172,10 @@ def _saved(ctx: Any) -> list[Any]:
 
 def _taken_apart(saved: list[Any]) -> tuple[list[Any], list[Any]]:
     """(tensors to save, what joins those of a quantized one, or None, for each of `saved`): a hook
-    that packs what is saved into memory of its own would keep the values of a quantized one."""
+    that packs what is saved into memory of its own would keep the values of a quantized one.
+
+    Those of a parameter are parameters, which hooks that move activations leave where they are.
+    """
     flat: list[Any] = []
     apart: list[Any] = []
     for t in saved:
@@ -181,7 +184,9 @@ def _taken_apart(saved: list[Any]) -> tuple[list[Any], list[Any]]:
             apart.append(None)
             continue
         names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
-        flat.extend([getattr(t, name) for name in names])
+        inner = [getattr(t, name) for name in names]
+        is_parameter = isinstance(t, torch.nn.Parameter)
+        flat.extend([torch.nn.Parameter(i, False) for i in inner] if is_parameter else inner)
         apart.append((type(t), names, context, t.shape, t.stride()))  # type: ignore[attr-defined]
     return flat, apart
 

@@ -39,6 +39,28 @@ def test_no_forward_mode(kind: str, recipe: Any, grads: bool) -> None:
             layer(forward_ad.make_dual(x, x))
 
 
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
+def test_hooks_tell_a_quantized_weight_from_activations(recipe: Any) -> None:
+    """Those that offload skip parameters."""
+    with torch.device("cpu"), minifloat.quantized_model_init(recipe=recipe):
+        layer = LAYERS["linear"]()
+    seen: dict[int, bool] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        seen[t.untyped_storage().data_ptr()] = isinstance(t, torch.nn.Parameter)
+        return t
+
+    x = torch.randn(64, 32, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with minifloat.autocast(recipe=recipe), hooks:
+        y = layer(x)
+    y.sum().backward()
+    parts = [getattr(layer.weight, name) for name in layer.weight.__tensor_flatten__()[0]]
+    inner = {t.untyped_storage().data_ptr() for t in parts}
+    assert {where for where, is_parameter in seen.items() if is_parameter} == inner
+    assert not all(seen.values())
+
+
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
