@@ -17,7 +17,7 @@ from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 
 from . import replays
-from .tensors.wrapper import Wrapper
+from .tensors.saving import joined, taken_apart
 
 __all__ = ["chain", "later", "run"]
 
@@ -99,7 +99,7 @@ class _Run(torch.autograd.Function):
         else:
             outputs, saved, note = replays.forward(work, data, tensors)
             if _top_saved_tensors_default_hooks(True) is not None:
-                saved, apart = _taken_apart(saved)
+                saved, apart = taken_apart(saved)
         ctx.save_for_backward(*saved)
         ctx.work, ctx.data, ctx.note, ctx.shield, ctx.apart = work, data, note, shield, apart
         return outputs
@@ -119,9 +119,9 @@ def _of_graph(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(note, replays.Note):
         note = note.note
     if not ctx.shield:
-        return work.backward(data, note, _joined(ctx, ctx.saved_tensors), grads)  # type: ignore[no-any-return]
+        return work.backward(data, note, joined(ctx.saved_tensors, ctx.apart), grads)  # type: ignore[no-any-return]
     with torch.autocast(ctx.shield, enabled=False):
-        return work.backward(data, note, _joined(ctx, ctx.saved_tensors), grads)  # type: ignore[no-any-return]
+        return work.backward(data, note, joined(ctx.saved_tensors, ctx.apart), grads)  # type: ignore[no-any-return]
 
 
 def _shielded(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -160,51 +160,14 @@ def _saved(ctx: Any) -> list[Any]:
     if kept is None:
         held = ctx.saved_tensors
         if not keeps:
-            return _joined(ctx, held)
+            return joined(held, ctx.apart)
         versions = _versions(held)
     else:
         held, versions = kept
         _check_versions(held, versions)
     if keeps:
         ctx.kept = (held, versions)
-    return _joined(ctx, held)
-
-
-def _taken_apart(saved: list[Any]) -> tuple[list[Any], list[Any]]:
-    """(tensors to save, what joins those of a quantized one, or None, for each of `saved`): a hook
-    that packs what is saved into memory of its own would keep the values of a quantized one.
-
-    Those of a parameter are parameters, which hooks that move activations leave where they are.
-    """
-    flat: list[Any] = []
-    apart: list[Any] = []
-    for t in saved:
-        if not isinstance(t, Wrapper):
-            flat.append(t)
-            apart.append(None)
-            continue
-        names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = [getattr(t, name) for name in names]
-        is_parameter = isinstance(t, torch.nn.Parameter)
-        flat.extend([torch.nn.Parameter(i, False) for i in inner] if is_parameter else inner)
-        apart.append((type(t), names, context, t.shape, t.stride()))  # type: ignore[attr-defined]
-    return flat, apart
-
-
-def _joined(ctx: Any, held: tuple[Any, ...]) -> list[Any]:
-    """What forward saved, of what there is of it."""
-    if ctx.apart is None:
-        return list(held)
-    rest = iter(held)
-    made: list[Any] = []
-    for of in ctx.apart:
-        if of is None:
-            made.append(next(rest))
-            continue
-        cls, names, context, shape, stride = of
-        inner = {name: next(rest) for name in names}
-        made.append(cls.__tensor_unflatten__(inner, context, shape, stride))
-    return made
+    return joined(held, ctx.apart)
 
 
 def _versions(held: tuple[Any, ...]) -> list[int]:
@@ -224,7 +187,7 @@ def _check_versions(held: tuple[Any, ...], versions: list[int]) -> None:
 
 # Where a graph breaks inside the work, these run as they are: Dynamo would start a graph in each
 # frame, and looks at an argument like `ctx` by reading its saved tensors, which clears them.
-_OWN = (_of_graph, _shielded, _backward, _saved, _joined, _versions, _check_versions)
+_OWN = (_of_graph, _shielded, _backward, _saved, joined, _versions, _check_versions)
 _SKIPPED = (_Run.forward, _Run.backward, *_OWN)
 for _function in (*_SKIPPED, replays.forward, replays.backward):
     eval_frame.set_code_exec_strategy(

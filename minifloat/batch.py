@@ -142,9 +142,8 @@ def _bound() -> tuple[Any, str]:
     )
     # Both as they were before CUDA 12.3, where edges carry no data.
     captures = ("cuStreamGetCaptureInfo_v2", "cuStreamUpdateCaptureDependencies")
-    optional = [getattr(driver, name, None) for name in captures]
-    given = (*functions, *optional)
-    made.bind(*(f and ctypes.cast(f, ctypes.c_void_p).value or 0 for f in given))
+    given = (*functions, *(getattr(driver, name, None) for name in captures))
+    made.bind(*(0 if f is None else ctypes.cast(f, ctypes.c_void_p).value for f in given))
     return made, "launches and products of a recorded step in one call"
 
 

@@ -225,15 +225,14 @@ def convert_checkpoint(source: str | Path, target: str | Path) -> int:
     A file of `torch.save` or of safetensors. `target` appears whole or not at all; where it is a
     link, what it leads to.
     """
-    source, name = Path(source), Path(target)
-    target = Path(os.path.realpath(target))
+    source, target = Path(source), Path(target)
     if source.is_dir():
         raise ValueError("it is a folder; a file of torch.save or safetensors is needed")
     safe = _is_safetensors(source)
-    if name.suffix in (_TORCH if safe else (".safetensors",)):
+    if target.suffix in (_TORCH if safe else (".safetensors",)):
         what = "safetensors" if safe else "torch.save"
         raise ValueError(
-            f"cannot be written to {name}: it is a file of {what}, and is written as one; "
+            f"cannot be written to {target}: it is a file of {what}, and is written as one; "
             "give it a name that says so"
         )
     if safe:
@@ -256,6 +255,7 @@ def _read_torch(source: Path) -> Any:
 
 
 def _replace(target: Path, write: Callable[[str], None]) -> None:
+    target = Path(os.path.realpath(target))
     what = None
     if target.is_dir():
         what = "it is a folder"

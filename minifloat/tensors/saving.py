@@ -1,4 +1,4 @@
-"""Saving quantized storages through autograd as flat lists of tensors."""
+"""Saving quantized storages and tensors through autograd as flat lists of tensors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from .declared import Declared
+from .wrapper import Wrapper
 
-__all__ = ["prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"]
+__all__ = [
+    "joined",
+    "prepare_for_saving",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+    "taken_apart",
+]
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[Tensor | None], list[Any]]:
@@ -59,3 +67,41 @@ def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
     out = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)
     ctx.tensor_objects = None
     return out
+
+
+def taken_apart(saved: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """(flat tensors, for each of `saved` what `joined` needs, or None): quantized tensors in parts,
+    others as they are. A hook that packs what is saved into memory of its own would keep the values
+    of a quantized tensor, which are not what it was cast from.
+
+    Those of a parameter are parameters, which hooks that move activations leave where they are.
+    """
+    flat: list[Any] = []
+    apart: list[Any] = []
+    for t in saved:
+        if not isinstance(t, Wrapper):
+            flat.append(t)
+            apart.append(None)
+            continue
+        whole: Any = t
+        names, context = whole.__tensor_flatten__()
+        inner = [getattr(whole, name) for name in names]
+        flat.extend([Parameter(i, False) for i in inner] if isinstance(t, Parameter) else inner)
+        apart.append((type(t), names, context, whole.shape, whole.stride()))
+    return flat, apart
+
+
+def joined(flat: Sequence[Any], apart: Sequence[Any] | None) -> list[Any]:
+    """The inverse; with None, of what nobody took apart."""
+    if apart is None:
+        return list(flat)
+    rest = iter(flat)
+    made: list[Any] = []
+    for of in apart:
+        if of is None:
+            made.append(next(rest))
+            continue
+        cls, names, context, shape, stride = of
+        inner = {name: next(rest) for name in names}
+        made.append(cls.__tensor_unflatten__(inner, context, shape, stride))
+    return made
